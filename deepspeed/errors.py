@@ -1,0 +1,65 @@
+"""Every error the library raises on purpose.
+
+Each class also inherits the builtin that a caller would expect, so `except ValueError` keeps working. Messages have three
+parts: what was given, what was needed, what to do (see CONTRIBUTING, "Errors").
+
+What does not live here: errors of one room with structure of their own (they subclass one of these in that room).
+"""
+
+from __future__ import annotations
+
+
+class DeepSpeedError(Exception):
+    """Base of every deliberate error of this library."""
+
+
+class ConfigError(DeepSpeedError, ValueError):
+    """A configuration cannot be used; the text lists every fault found, each with a correction."""
+
+
+class BatchSizeError(ConfigError, AssertionError):
+    """The batch triangle does not hold. Also an AssertionError, which clients of the original catch."""
+
+
+class UnbuiltFeatureError(ConfigError, NotImplementedError):
+    """A documented feature that this version does not have yet was asked for."""
+
+
+class UsageError(DeepSpeedError, RuntimeError):
+    """A call came at the wrong moment or with arguments that cannot work together."""
+
+
+class ArgumentError(UsageError, AssertionError, ValueError):
+    """An argument of a public call is unusable. Also an AssertionError, which clients of the original catch."""
+
+
+class NonFiniteError(DeepSpeedError, ArithmeticError):
+    """Training cannot go on because values stay infinite or NaN."""
+
+
+class AcceleratorError(DeepSpeedError, RuntimeError):
+    """A device, its driver or its torch plug-in is missing or cannot do what was asked."""
+
+
+class CommError(DeepSpeedError, RuntimeError):
+    """Ranks could not meet: no process group, a late or dead peer, or ranks that do different things."""
+
+
+class CheckpointError(DeepSpeedError, RuntimeError):
+    """A checkpoint cannot be written or read."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """No checkpoint of that tag; the text lists the tags there are."""
+
+
+class CheckpointDamagedError(CheckpointError):
+    """A file is shorter than, or differs from, what the manifest says; the text names it."""
+
+
+class LaunchError(DeepSpeedError, RuntimeError):
+    """The launcher cannot start the job as asked."""
+
+
+class MissingPackageError(DeepSpeedError, ImportError):
+    """An optional package is needed; the text holds the install command."""
