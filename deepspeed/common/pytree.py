@@ -1,0 +1,37 @@
+"""Tensors inside nested containers: inputs of a forward, batches of a loader, outputs of a model.
+
+Lives here: walking and rebuilding. Dicts, lists, tuples, named tuples, deques and every class registered with
+`torch.utils._pytree` (Transformers registers its output classes) keep their type; anything else is a leaf that is passed
+through untouched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import torch
+from torch.utils import _pytree
+
+__all__ = ["map_tensors", "tensors"]
+
+Tree = TypeVar("Tree")
+
+
+def map_tensors(transform: Callable[[torch.Tensor], object], tree: Tree) -> Tree:
+    """Return a copy of `tree` with every tensor `t` replaced by `transform(t)`; other leaves are the same objects.
+
+    A tree without tensors comes back as it is (`is`), so that objects the walk does not know are never rebuilt.
+    """
+    leaves, spec = _pytree.tree_flatten(tree)
+    if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        return tree
+    mapped = [transform(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    rebuilt: Tree = _pytree.tree_unflatten(mapped, spec)
+    return rebuilt
+
+
+def tensors(tree: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors of `tree`, depth first, in the order of its containers."""
+    leaves = _pytree.tree_leaves(tree)
+    return (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))

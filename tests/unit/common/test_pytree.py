@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+
+import torch
+
+from deepspeed.common.pytree import map_tensors, tensors
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+class Opaque:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def test_every_tensor_is_mapped_and_every_container_keeps_its_type() -> None:
+    one = torch.ones(2)
+    tree = {"pair": Pair(one, [one, 3]), "ordered": OrderedDict(b=(one, None), a="text")}
+    doubled = map_tensors(lambda t: t * 2, tree)
+    assert type(doubled["pair"]) is Pair
+    assert type(doubled["ordered"]) is OrderedDict
+    assert list(doubled["ordered"]) == ["b", "a"]
+    assert doubled["pair"].second[1] == 3
+    assert doubled["ordered"]["b"][1] is None
+    assert [t.tolist() for t in tensors(doubled)] == [[2.0, 2.0]] * 3
+    assert one.tolist() == [1.0, 1.0]
+
+
+def test_leaves_that_are_no_tensors_are_the_same_objects() -> None:
+    opaque = Opaque(torch.ones(1))
+    mapped = map_tensors(lambda t: t + 1, [opaque, torch.zeros(1)])
+    assert mapped[0] is opaque
+    assert opaque.tensor.item() == 1
+
+
+def test_a_tree_without_tensors_is_returned_as_it_is() -> None:
+    tree = {"a": [1, 2], "b": object()}
+    assert map_tensors(lambda t: t, tree) is tree
+
+
+def test_a_bare_tensor_is_a_tree() -> None:
+    assert map_tensors(lambda t: t + 1, torch.zeros(())).item() == 1
+    assert list(tensors("no tensor")) == []
