@@ -1,0 +1,1 @@
+"""Optimizers, their learning-rate schedules, and gradient clipping."""
