@@ -1,0 +1,89 @@
+"""Every test gives back the process as it found it: environment, folder, ranks, global state, seeds, threads, children.
+
+Modules that a test never loaded are not loaded for it, so that tests of pure rooms do not wait for torch.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import settings
+
+from tests.support.ranks import helper_pids
+
+_LEAVE_SECONDS = 2.0  # for threads and processes that were told to end and need a moment
+
+
+settings.register_profile("ours", deadline=None)  # the first example may pay for an import; time is no property here
+settings.load_profile("ours")
+
+
+@pytest.fixture(autouse=True)
+def _process_is_left_as_found() -> Iterator[None]:
+    environ, folder = dict(os.environ), os.getcwd()
+    threads, children = set(threading.enumerate()), _children()
+    yield
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environ)
+    _reset_global_state()
+    _fail_on_leaks(threads, children)
+
+
+@pytest.fixture(autouse=True)
+def _seeds_and_defaults_are_fixed() -> Iterator[None]:
+    random.seed(0)
+    torch = sys.modules.get("torch")
+    if torch is None:
+        yield
+        return
+    torch.manual_seed(0)
+    thread_count, dtype = torch.get_num_threads(), torch.get_default_dtype()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.set_num_threads(thread_count)
+    torch.set_default_dtype(dtype)
+    torch.use_deterministic_algorithms(deterministic)
+
+
+def _reset_global_state() -> None:
+    """Forget mesh, process group, accelerator and logged-once keys, in this order: upper rooms stand on lower ones."""
+    _call("deepspeed.topology.groups", "reset")
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+    _call("deepspeed.comm.world", "reset_world")
+    _call("deepspeed.accelerator.select", "set_accelerator", None)
+    _call("deepspeed.common.logging", "set_rank", None)
+    _call("deepspeed.common.logging", "forget_warnings")
+
+
+def _call(module_name: str, function: str, *args: Any) -> None:
+    module = sys.modules.get(module_name)
+    if module is not None:
+        getattr(module, function)(*args)
+
+
+def _fail_on_leaks(threads: set[threading.Thread], children: set[int]) -> None:
+    deadline = time.monotonic() + _LEAVE_SECONDS
+    while (left := _left(threads, children)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if left:
+        pytest.fail("the test left behind: " + "; ".join(left), pytrace=False)
+
+
+def _left(threads: set[threading.Thread], children: set[int]) -> list[str]:
+    alive = [f"thread {thread.name!r}" for thread in set(threading.enumerate()) - threads if thread.is_alive()]
+    return alive + [f"process {pid}" for pid in _children() - children - set(helper_pids())]
+
+
+def _children() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True)}
