@@ -1,0 +1,133 @@
+"""How a tag's folder comes to be: written aside, committed by one rename, whatever stood there before.
+
+    save_dir/.<tag>.writing-<token>/     being written; nobody reads it
+         | commit: rename            (no folder of that tag yet)
+         | commit: exchange          (there is one: the two swap in one step; the old one is then removed)
+         v
+    save_dir/<tag>/
+
+A process killed at any point leaves either the old folder or the new one under the tag, and perhaps a folder with a leading
+dot, which the next save removes. Files in a tag's folder that this format does not write are the user's: they are carried
+over.
+
+[Note: two renames] Where the system cannot exchange (some network file systems), the old folder is first renamed to
+`.<tag>.replaced-<token>`. A kill just then leaves the tag without a folder; `find_folder` reads the set-aside one, and the
+next save puts it back.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from deepspeed.checkpoint.names import LATEST_FILE, MANIFEST_FILE, is_own_file
+from deepspeed.checkpoint.storage import Storage
+from deepspeed.common.logging import get_logger
+from deepspeed.errors import CheckpointError
+
+__all__ = ["clean", "commit", "find_folder", "new_token", "point_latest", "working_folder"]
+
+_ASIDE = re.compile(r"\.(?P<name>.+)\.(?P<kind>writing|replaced)-[0-9a-f]{16}")
+
+_logger = get_logger(__name__)
+
+
+class _Aside(NamedTuple):
+    """A folder with a leading dot: its path, the tag's folder that it belongs to, and `writing` or `replaced`."""
+
+    path: Path
+    final: Path
+    kind: str
+
+
+def new_token() -> str:
+    """A name part that no other save has."""
+    return secrets.token_hex(8)
+
+
+def working_folder(final: Path, token: str) -> Path:
+    """Where the folder `final` is written before it is committed."""
+    return final.with_name(f".{final.name}.writing-{token}")
+
+
+def clean(parent: Path, storage: Storage) -> None:
+    """Remove what killed saves left in `parent`, and put back what they had set aside; live saves are left alone."""
+    for aside in _set_aside(parent):
+        lock = storage.lock(aside.path)
+        if lock is None:
+            continue
+        try:
+            if aside.kind == "replaced" and not aside.final.exists():
+                storage.rename(aside.path, aside.final)
+            else:
+                _retire(aside.path, aside.final, storage)
+        except OSError as error:
+            _logger.warning("could not clean up %s, left by an interrupted save: %s. Remove it by hand.", aside.path, error)
+        finally:
+            lock.release()
+
+
+def commit(working: Path, final: Path, token: str, storage: Storage) -> None:
+    """Make the finished folder `working` the folder `final`; after this line the checkpoint is the new one.
+
+    Raises:
+        CheckpointError: a file stands at `final`.
+        OSError: the system refused; `final` is what it was.
+    """
+    storage.sync_folder(working)
+    if not final.exists():
+        storage.rename(working, final)
+    elif not final.is_dir():
+        raise CheckpointError(
+            f"{final} is a file, so the checkpoint cannot be a folder of that name. Remove it or choose another tag."
+        )
+    elif not storage.exchange(working, final):
+        old = final.with_name(f".{final.name}.replaced-{token}")
+        storage.rename(final, old)  # [Note: two renames]
+        storage.rename(working, final)
+        working = old
+    storage.sync_folder(final.parent)
+    if working.exists():
+        try:
+            _retire(working, final, storage)
+        except OSError as error:
+            _logger.warning("the new checkpoint %s is whole, but the old one could not be removed: %s.", final, error)
+
+
+def point_latest(save_dir: Path, tag: str, token: str, storage: Storage) -> None:
+    """Let the file `latest` name `tag`, in one step."""
+    aside = save_dir / f".{LATEST_FILE}.writing-{token}"
+    storage.write_file(aside, tag.encode())
+    storage.rename(aside, save_dir / LATEST_FILE)
+    storage.sync_folder(save_dir)
+
+
+def find_folder(final: Path) -> Path | None:
+    """The folder to read for a tag: itself, or the one that an interrupted save had set aside, or None."""
+    if final.is_dir():
+        return final
+    found = (aside.path for aside in _set_aside(final.parent) if aside.final == final and aside.kind == "replaced")
+    return next((path for path in found if (path / MANIFEST_FILE).is_file()), None)
+
+
+def _set_aside(parent: Path) -> Iterator[_Aside]:
+    """Folders with a leading dot that saves have made in `parent`, and a `latest` that was never renamed."""
+    if not parent.is_dir():
+        return
+    for path in sorted(parent.iterdir()):
+        match = _ASIDE.fullmatch(path.name)
+        if match:
+            yield _Aside(path, path.with_name(match["name"]), match["kind"])
+
+
+def _retire(old: Path, final: Path, storage: Storage) -> None:
+    """Remove a folder that is no longer a checkpoint, after carrying the user's own files over to `final`."""
+    if old.is_dir() and not old.is_symlink() and final.is_dir():
+        for entry in sorted(old.iterdir()):
+            if not is_own_file(entry.name) and not (final / entry.name).exists():
+                _logger.info("carrying %s over to the new checkpoint: it is not one of its files.", entry)
+                storage.rename(entry, final / entry.name)
+    storage.remove(old)

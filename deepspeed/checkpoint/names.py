@@ -1,0 +1,125 @@
+"""Every file name and tensor name of the on-disk format: one table.
+
+Lives here: spelling, and the rules for tags. Does not live here: what is stored under a name. Everything in this room uses
+it, and so do the rooms that hand tensors to it.
+
+| tensor name                          | what it is                                                            |
+|--------------------------------------|-----------------------------------------------------------------------|
+| `module/<parameter or buffer>`       | the value the model computes with, in the model's dtype               |
+| `master/<parameter>`                 | the fp32 master copy, where there is one                              |
+| `optimizer/<parameter>/<state key>`  | one entry of the optimizer's state, e.g. `exp_avg`, `step`            |
+| `rng/<rank, 5 digits>/<generator>`   | state of one random generator of one rank, as bytes                   |
+| `state/<n>`, `client_state/<n>`      | tensors inside the state and the client state, counted from 0         |
+| `rank_state/<rank, 5 digits>/<n>`    | tensors inside the state of one rank                                  |
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path, PurePosixPath
+
+from deepspeed.errors import ArgumentError
+
+__all__ = [
+    "CLIENT_STATE_FILE",
+    "LATEST_FILE",
+    "MANIFEST_FILE",
+    "RANK_STATE_FIELD",
+    "client_state_tensor",
+    "fragment_key",
+    "is_own_file",
+    "master_tensor",
+    "module_tensor",
+    "optimizer_tensor",
+    "rank_state_tensor",
+    "rng_tensor",
+    "shard_file",
+    "split_optimizer_tensor",
+    "state_tensor",
+    "tag_folder",
+]
+
+LATEST_FILE = "latest"
+MANIFEST_FILE = "manifest.json"
+CLIENT_STATE_FILE = "client_state.json"
+
+RANK_STATE_FIELD = "rank_state"
+"""Field of a shard's safetensors metadata that holds the JSON of that rank's own state."""
+
+_SHARD_FILE = re.compile(r"rank_\d{5,}\.safetensors")
+_LOOKS_LIKE_A_FRAGMENT = re.compile(r"@\d+$")
+
+
+def shard_file(rank: int) -> str:
+    """File that `rank` writes."""
+    return f"rank_{rank:05d}.safetensors"
+
+
+def is_own_file(name: str) -> bool:
+    """Whether this format writes a file of that name into a tag's folder; all others belong to the user."""
+    return name in (MANIFEST_FILE, CLIENT_STATE_FILE) or _SHARD_FILE.fullmatch(name) is not None
+
+
+def module_tensor(name: str) -> str:
+    """Name of a parameter or buffer as the model holds it."""
+    return f"module/{name}"
+
+
+def master_tensor(name: str) -> str:
+    """Name of a parameter's fp32 master copy."""
+    return f"master/{name}"
+
+
+def optimizer_tensor(parameter: str, key: str) -> str:
+    """Name of one entry of the optimizer's state, e.g. `exp_avg` of `fc1.weight`."""
+    return f"optimizer/{parameter}/{key}"
+
+
+def split_optimizer_tensor(name: str) -> tuple[str, str]:
+    """Parameter and state key of a name made by `optimizer_tensor` (a state key holds no slash)."""
+    parameter, _, key = name.removeprefix("optimizer/").rpartition("/")
+    return parameter, key
+
+
+def rng_tensor(rank: int, generator: str) -> str:
+    """Name of the state of one random generator of one rank, e.g. `cpu`."""
+    return f"rng/{rank:05d}/{generator}"
+
+
+def state_tensor(number: int) -> str:
+    """Name of the `number`-th tensor found in the state."""
+    return f"state/{number}"
+
+
+def client_state_tensor(number: int) -> str:
+    """Name of the `number`-th tensor found in the client state."""
+    return f"client_state/{number}"
+
+
+def rank_state_tensor(rank: int, number: int) -> str:
+    """Name of the `number`-th tensor found in the state of one rank."""
+    return f"rank_state/{rank:05d}/{number}"
+
+
+def fragment_key(name: str, start: int, *, is_whole: bool) -> str:
+    """Key of a fragment in its file: the plain tensor name where the file holds the whole tensor, else `<name>@<start>`.
+
+    No two fragments of one file share a key: a name that itself ends in `@<digits>` always gets its start appended.
+    """
+    return name if is_whole and not _LOOKS_LIKE_A_FRAGMENT.search(name) else f"{name}@{start}"
+
+
+def tag_folder(save_dir: Path, tag: str) -> Path:
+    """Folder of a tag, after checking that the tag stays inside `save_dir` and clashes with none of our own names.
+
+    Raises:
+        ArgumentError: an empty or absolute tag, one with `..`, one that starts with a dot, or `latest`.
+    """
+    parts = PurePosixPath(tag).parts
+    is_bad = not parts or tag.startswith("/") or "\0" in tag or any(part.startswith(".") for part in parts)
+    if is_bad or tag == LATEST_FILE:
+        raise ArgumentError(
+            f"tag={tag!r} cannot name a checkpoint folder in {save_dir}. Give a relative name such as 'global_step100' "
+            f"that is not {LATEST_FILE!r} and of which no part starts with a dot."
+        )
+    return save_dir.joinpath(*parts)

@@ -1,0 +1,256 @@
+"""Reading a checkpoint: agree on the folder, check every file, then read exactly the ranges that are asked for.
+
+    rank 0       which folder? (tag, or `latest`) ---> all ranks
+    every rank   parse the manifest, hash its share of the files ---> one verdict: nothing is read from a damaged checkpoint
+    every rank   .read(name, start, length): bytes from the files straight into the tensor; not collective
+
+Does not live here: what becomes of the tensors (the engine), and which folders there are (tags, folders).
+"""
+
+from __future__ import annotations
+
+import difflib
+import heapq
+import os
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import xxhash
+from torch import Tensor
+
+from deepspeed.checkpoint import names, strict_json
+from deepspeed.checkpoint.agreement import Ranks, ranks_of, together
+from deepspeed.checkpoint.client_state import decode_client_state
+from deepspeed.checkpoint.container import Header, dtype_of, read_header, read_range
+from deepspeed.checkpoint.manifest import FileEntry, Manifest, Part, TensorEntry, parts_of
+from deepspeed.checkpoint.tags import find_tag, list_tags, read_latest
+from deepspeed.errors import ArgumentError, CheckpointDamagedError, CheckpointNotFoundError
+
+__all__ = ["CheckpointReader", "open_checkpoint", "share_files"]
+
+_HASH_NBYTES = 1 << 20
+_STAGING_NUMEL = 1 << 22
+"""Elements read at a time when they cannot go straight into the destination."""
+
+
+def open_checkpoint(
+    load_dir: str | os.PathLike[str],
+    tag: str | None = None,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    group: Any = None,
+    verify: bool = True,
+) -> CheckpointReader:
+    """Open one checkpoint. Collective: every rank of `group` calls it and opens the folder that rank 0 finds.
+
+    Args:
+        load_dir: folder that holds the tags, seen by all ranks.
+        tag: which checkpoint; None for the one that `latest` names.
+        rank: this rank in `group`.
+        world_size: ranks of `group`.
+        group: process group of the ranks that load; None for all.
+        verify: compare every file with its hash first, each rank a share of them.
+
+    Raises:
+        CheckpointNotFoundError: no such checkpoint; the text lists the tags there are.
+        CheckpointDamagedError: a file is missing, cut short or changed; the text names each.
+        CheckpointError: written by a newer version of the format.
+    """
+    ranks = ranks_of(rank, world_size, group)
+
+    def find(_: object) -> list[Any]:
+        wanted = tag if tag is not None else read_latest(Path(load_dir))
+        if wanted is None:
+            there = ", ".join(map(repr, list_tags(load_dir))) or "none"
+            raise CheckpointNotFoundError(
+                f"{load_dir} has no file {names.LATEST_FILE!r}, so a tag is needed. Tags there: {there}. "
+                f"Give one of them, or another folder."
+            )
+        return [wanted, str(find_tag(Path(load_dir), wanted, by_latest=tag is None).relative_to(load_dir))]
+
+    found_tag, folder = cast("tuple[str, str]", together(ranks, lambda: None, find))
+    reader: list[CheckpointReader] = []
+
+    def look() -> None:
+        reader.append(CheckpointReader(Path(load_dir, folder), found_tag, ranks))
+        if verify:
+            reader[0].check_own_share()
+
+    together(ranks, look)
+    return reader[0]
+
+
+class CheckpointReader:
+    """One checkpoint, open for reading. It holds no open file; reading is not collective and needs no order."""
+
+    def __init__(self, folder: Path, tag: str, ranks: Ranks) -> None:
+        self.folder = folder
+        self.tag = tag
+        self.manifest = Manifest.parse(_read_file(folder / names.MANIFEST_FILE), str(folder / names.MANIFEST_FILE))
+        self._ranks = ranks
+        self._headers: dict[str, Header] = {}
+
+    @cached_property
+    def state(self) -> Mapping[str, Any]:
+        """What the engine stored besides tensors."""
+        return cast("Mapping[str, Any]", decode_client_state(self.manifest.state, self._tensor_reader(names.state_tensor)))
+
+    def client_state(self) -> dict[str, Any]:
+        """What the user stored, read anew at each call; tensors are on the CPU."""
+        encoded = strict_json.loads(_read_file(self.folder / names.CLIENT_STATE_FILE))
+        return cast("dict[str, Any]", decode_client_state(encoded, self._tensor_reader(names.client_state_tensor)))
+
+    def rank_state(self, rank: int) -> dict[str, Any]:
+        """What `rank` of the writing job stored for itself; empty when it stored nothing, or there was no such rank."""
+        file = names.shard_file(rank)
+        text = self._header(file).metadata.get(names.RANK_STATE_FIELD) if file in self.manifest.files else None
+        if text is None:
+            return {}
+        tensor = self._tensor_reader(lambda number: names.rank_state_tensor(rank, number))
+        return cast("dict[str, Any]", decode_client_state(strict_json.loads(text), tensor))
+
+    def names(self, prefix: str = "") -> list[str]:
+        """Names of all tensors that start with `prefix`, sorted."""
+        return [name for name in self.manifest.tensors if name.startswith(prefix)]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Global shape of a tensor."""
+        return tuple(self._tensor(name).shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Element type of a tensor on the disk."""
+        return dtype_of(self._tensor(name).dtype, f"tensor {name!r}")
+
+    def read(self, name: str, start: int = 0, length: int | None = None, out: Tensor | None = None) -> Tensor:
+        """Read elements `[start, start + length)` of the flattened tensor, and no other bytes.
+
+        Args:
+            name: the tensor's global name.
+            start: first element.
+            length: elements; None for all up to the end, or as many as `out` has.
+            out: flat tensor of `length` elements to fill, on any device and of any dtype (elements are converted); filled
+                without a copy where it is contiguous, on the CPU and of the stored dtype. None makes a new tensor.
+
+        Returns:
+            `out`, or the new flat tensor on the CPU.
+
+        Raises:
+            ArgumentError: the range or `out` does not fit the tensor, or there is no tensor of that name.
+            CheckpointDamagedError: a file ends too early or does not hold what the manifest says.
+        """
+        entry = self._tensor(name)
+        if length is None:
+            length = entry.numel - start if out is None else out.numel()
+        if not 0 <= start <= start + length <= entry.numel:
+            raise ArgumentError(
+                f"elements {start} to {start + length} of {name!r} were asked for; it has {entry.numel} elements."
+            )
+        dtype = self.dtype(name)
+        if out is None:
+            out = torch.empty(length, dtype=dtype)
+        if out.dim() != 1 or out.numel() != length:
+            raise ArgumentError(
+                f"out for {length} elements of {name!r} has shape {tuple(out.shape)}; it must be ({length},)."
+            )
+        is_direct = out.device.type == "cpu" and out.dtype == dtype and out.is_contiguous()
+        for part in parts_of(entry.fragments, start, length):
+            self._read_part(part, dtype, out.detach()[part.at : part.at + part.length], is_direct)
+        return out
+
+    def verify(self) -> None:
+        """Compare every file with the manifest. Collective: the ranks that opened the checkpoint share the files.
+
+        Raises:
+            CheckpointDamagedError: on all ranks, naming every file that is missing, cut short or changed.
+        """
+        together(self._ranks, self.check_own_share)
+
+    def check_own_share(self) -> None:
+        """Compare this rank's share of the files with the manifest.
+
+        Raises:
+            CheckpointDamagedError: on this rank only; `verify` raises on all together.
+        """
+        sizes = {file: entry.nbytes for file, entry in self.manifest.files.items()}
+        own = share_files(sizes, self._ranks.world_size)[self._ranks.rank]
+        faults = [fault for file in own if (fault := find_file_fault(self.folder / file, self.manifest.files[file]))]
+        if faults:
+            raise CheckpointDamagedError(
+                f"checkpoint {self.folder} is damaged: {'; '.join(faults)}. Nothing was loaded. Load an older tag "
+                f"(there: {', '.join(list_tags(self.folder.parent))}), or bring the file again from where it was copied."
+            )
+
+    def _read_part(self, part: Part, dtype: torch.dtype, out: Tensor, is_direct: bool) -> None:
+        located = self._header(part.file).tensors.get(part.key)
+        if located is None or located.dtype != dtype or located.numel < part.start + part.length:
+            raise CheckpointDamagedError(
+                f"{self.folder / part.file} does not hold {part.length} elements of {part.key!r} as {dtype} from element "
+                f"{part.start}, which {names.MANIFEST_FILE} promises: {'no such key' if located is None else located}."
+            )
+        path = self.folder / part.file
+        if is_direct:
+            read_range(path, located, part.start, out)
+            return
+        for at in range(0, part.length, _STAGING_NUMEL):
+            staged = torch.empty(min(_STAGING_NUMEL, part.length - at), dtype=dtype)
+            read_range(path, located, part.start + at, staged)
+            out[at : at + staged.numel()].copy_(staged)
+
+    def _tensor_reader(self, tensor_name: Any) -> Any:
+        """How a decoder gets the tensor of a number, in its own shape."""
+        return lambda number: self.read(tensor_name(number)).view(self.shape(tensor_name(number)))
+
+    def _tensor(self, name: str) -> TensorEntry:
+        if name not in self.manifest.tensors:
+            near = difflib.get_close_matches(name, self.manifest.tensors, n=3)
+            raise ArgumentError(
+                f"checkpoint {self.folder} holds no tensor {name!r}. Nearest names: {', '.join(map(repr, near)) or 'none'}."
+            )
+        return self.manifest.tensors[name]
+
+    def _header(self, file: str) -> Header:
+        if file not in self._headers:
+            self._headers[file] = read_header(self.folder / file)
+        return self._headers[file]
+
+
+def share_files(sizes: Mapping[str, int], world_size: int) -> list[list[str]]:
+    """Give each rank some of the files so that the bytes come out even: largest first, each to the rank with the least."""
+    shares: list[list[str]] = [[] for _ in range(world_size)]
+    loads = [(0, rank) for rank in range(world_size)]
+    for file in sorted(sizes, key=lambda file: (-sizes[file], file)):
+        nbytes, rank = heapq.heappop(loads)
+        shares[rank].append(file)
+        heapq.heappush(loads, (nbytes + sizes[file], rank))
+    return shares
+
+
+def find_file_fault(path: Path, entry: FileEntry) -> str | None:
+    """What is wrong with a file, compared with its manifest entry; None when nothing is."""
+    digest = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(_HASH_NBYTES))
+    try:
+        with path.open("rb", buffering=0) as file:
+            nbytes = os.fstat(file.fileno()).st_size
+            if nbytes != entry.nbytes:
+                return f"{path.name} has {nbytes} bytes instead of {entry.nbytes}"
+            while count := file.readinto(buffer):
+                digest.update(buffer[:count])
+    except OSError as error:
+        return f"{path.name} cannot be read ({error})"
+    return (
+        None
+        if digest.hexdigest() == entry.xxh3_128
+        else f"{path.name} differs from what was written (its hash does not match)"
+    )
+
+
+def _read_file(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointDamagedError(f"{path} cannot be read: {error}.") from error
