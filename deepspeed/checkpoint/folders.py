@@ -28,7 +28,7 @@ from deepspeed.checkpoint.storage import Storage
 from deepspeed.common.logging import get_logger
 from deepspeed.errors import CheckpointError
 
-__all__ = ["clean", "commit", "find_folder", "new_token", "point_latest", "working_folder"]
+__all__ = ["clean", "find_folder", "new_token", "point_latest", "settle", "swap_in", "working_folder"]
 
 _ASIDE = re.compile(r"\.(?P<name>.+)\.(?P<kind>writing|replaced)-[0-9a-f]{16}")
 
@@ -56,22 +56,14 @@ def working_folder(final: Path, token: str) -> Path:
 def clean(parent: Path, storage: Storage) -> None:
     """Remove what killed saves left in `parent`, and put back what they had set aside; live saves are left alone."""
     for aside in _set_aside(parent):
-        lock = storage.lock(aside.path)
-        if lock is None:
-            continue
         try:
-            if aside.kind == "replaced" and not aside.final.exists():
-                storage.rename(aside.path, aside.final)
-            else:
-                _retire(aside.path, aside.final, storage)
+            _clean_one(aside, storage)
         except OSError as error:
             _logger.warning("could not clean up %s, left by an interrupted save: %s. Remove it by hand.", aside.path, error)
-        finally:
-            lock.release()
 
 
-def commit(working: Path, final: Path, token: str, storage: Storage) -> None:
-    """Make the finished folder `working` the folder `final`; after this line the checkpoint is the new one.
+def swap_in(working: Path, final: Path, token: str, storage: Storage) -> Path | None:
+    """Make the finished folder `working` the folder `final`: the commit. Return where the old one now is, if there was one.
 
     Raises:
         CheckpointError: a file stands at `final`.
@@ -80,19 +72,33 @@ def commit(working: Path, final: Path, token: str, storage: Storage) -> None:
     storage.sync_folder(working)
     if not final.exists():
         storage.rename(working, final)
-    elif not final.is_dir():
+        return None
+    if not final.is_dir():
         raise CheckpointError(
             f"{final} is a file, so the checkpoint cannot be a folder of that name. Remove it or choose another tag."
         )
-    elif not storage.exchange(working, final):
-        old = final.with_name(f".{final.name}.replaced-{token}")
-        storage.rename(final, old)  # [Note: two renames]
+    if storage.exchange(working, final):
+        return working
+    old = final.with_name(f".{final.name}.replaced-{token}")
+    storage.rename(final, old)  # [Note: two renames]
+    try:
         storage.rename(working, final)
-        working = old
+    except OSError:
+        storage.rename(old, final)
+        raise
+    return old
+
+
+def settle(old: Path | None, final: Path, storage: Storage) -> None:
+    """Make the commit durable, then remove the old folder.
+
+    Raises:
+        OSError: the system refused to make it durable.
+    """
     storage.sync_folder(final.parent)
-    if working.exists():
+    if old is not None:
         try:
-            _retire(working, final, storage)
+            _retire(old, final, storage)
         except OSError as error:
             _logger.warning("the new checkpoint %s is whole, but the old one could not be removed: %s.", final, error)
 
@@ -121,6 +127,19 @@ def _set_aside(parent: Path) -> Iterator[_Aside]:
         match = _ASIDE.fullmatch(path.name)
         if match:
             yield _Aside(path, path.with_name(match["name"]), match["kind"])
+
+
+def _clean_one(aside: _Aside, storage: Storage) -> None:
+    lock = storage.lock(aside.path)
+    if lock is None:
+        return
+    try:
+        if aside.kind == "replaced" and not aside.final.exists():
+            storage.rename(aside.path, aside.final)
+        else:
+            _retire(aside.path, aside.final, storage)
+    finally:
+        lock.release()
 
 
 def _retire(old: Path, final: Path, storage: Storage) -> None:

@@ -70,7 +70,13 @@ def open_checkpoint(
                 f"{load_dir} has no file {names.LATEST_FILE!r}, so a tag is needed. Tags there: {there}. "
                 f"Give one of them, or another folder."
             )
-        return [wanted, str(find_tag(Path(load_dir), wanted, by_latest=tag is None).relative_to(load_dir))]
+        folder = find_tag(Path(load_dir), wanted, by_latest=tag is None)
+        if not (folder / names.MANIFEST_FILE).is_file():
+            raise CheckpointNotFoundError(
+                f"{folder} has no {names.MANIFEST_FILE}: it is half-written, damaged or of another format. "
+                f"Tags there: {', '.join(map(repr, list_tags(load_dir))) or 'none'}. Give one of them."
+            )
+        return [wanted, str(folder.relative_to(load_dir))]
 
     found_tag, folder = cast("tuple[str, str]", together(ranks, lambda: None, find))
     reader: list[CheckpointReader] = []

@@ -6,6 +6,7 @@ Used for the manifest, the client state and the messages between ranks.
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 from pydantic import JsonValue
 
@@ -34,9 +35,7 @@ def loads(text: str | bytes) -> JsonValue:
 def _object(pairs: list[tuple[str, JsonValue]]) -> dict[str, JsonValue]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {twice!r} is given twice")
+        raise ValueError(f"the key {Counter(key for key, _ in pairs).most_common(1)[0][0]!r} is given twice")
     return found
 
 

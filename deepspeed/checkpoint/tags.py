@@ -59,7 +59,7 @@ def resolve_tag(
 def read_latest(load_dir: Path) -> str | None:
     """The tag in the file `latest`, or None where there is no such file."""
     try:
-        return (load_dir / LATEST_FILE).read_text(encoding="utf-8").strip()
+        return (load_dir / LATEST_FILE).read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:
         return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -31,7 +32,11 @@ def _clone(item: Any, device: torch.device, done: dict[tuple[Any, ...], Tensor])
             done[same] = item.detach().to(device, copy=True)
         return done[same]
     if isinstance(item, dict):
-        return type(item)((key, _clone(value, device, done)) for key, value in item.items())
+        copied = copy.copy(item)  # keeps the class and, of a state dict, the attribute `_metadata`
+        copied.update({key: _clone(value, device, done) for key, value in item.items()})
+        return copied
+    if isinstance(item, torch.Size):
+        return item
     if isinstance(item, tuple) and hasattr(item, "_fields"):
         return type(item)(*(_clone(value, device, done) for value in item))
     if isinstance(item, (list, tuple)):

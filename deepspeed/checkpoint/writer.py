@@ -18,6 +18,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from pydantic import JsonValue
 from torch import Tensor
 
@@ -25,12 +26,12 @@ from deepspeed.checkpoint import names, strict_json
 from deepspeed.checkpoint.agreement import Ranks, ranks_of, together
 from deepspeed.checkpoint.client_state import encode_client_state
 from deepspeed.checkpoint.container import Entry, dtype_name, write_container
-from deepspeed.checkpoint.folders import clean, commit, new_token, point_latest, working_folder
+from deepspeed.checkpoint.folders import clean, new_token, point_latest, settle, swap_in, working_folder
 from deepspeed.checkpoint.manifest import VERSION, FileEntry, Fragment, Manifest, TensorEntry, find_cover_fault
 from deepspeed.checkpoint.storage import Lock, Storage
 from deepspeed.common.logging import get_logger
 from deepspeed.errors import CheckpointError
-from deepspeed.version import __version__
+from deepspeed.version import version
 
 __all__ = ["Piece", "write_checkpoint"]
 
@@ -128,23 +129,14 @@ class _Save:
         client_state: Mapping[str, Any],
         rank_state: Mapping[str, Any],
     ) -> JsonValue:
-        """Collect what this rank writes and describe each piece as `[name, shape, dtype, start, length]`."""
+        """Collect what this rank writes and describe each piece."""
         rank = self.ranks.rank
         self._pieces = list(pieces)
         self._rank_state = self._take(rank_state, "rank_state", lambda number: names.rank_state_tensor(rank, number))
         if rank == 0:
             self._state = self._take(state, "state", names.state_tensor)
             self._client_state = self._take(client_state, "client_state", names.client_state_tensor)
-        return [
-            [
-                piece.name,
-                list(piece.shape),
-                dtype_name(piece.data.dtype, f"tensor {piece.name!r}"),
-                piece.start,
-                piece.data.numel(),
-            ]
-            for piece in self._pieces
-        ]
+        return [_description(piece) for piece in self._pieces]
 
     def prepare(self, descriptions: list[JsonValue]) -> JsonValue:
         """On rank 0: see that the pieces of all ranks cover each tensor once; make the folder, return its relative path."""
@@ -190,10 +182,12 @@ class _Save:
             doing = f"write {names.MANIFEST_FILE}"
             self._storage.write_file(self._working / names.MANIFEST_FILE, self._manifest(files).dump())
             doing = f"rename the finished folder to {final.name}"
-            commit(self._working, final, self._token, self._storage)
-            self._working = None
+            old = swap_in(self._working, final, self._token, self._storage)
+            self._working = None  # committed: from here on, errors leave the new checkpoint whole
+            doing = "make the rename durable (the new checkpoint itself is whole)"
+            settle(old, final, self._storage)
             if self._save_latest:
-                doing = f"let the file {names.LATEST_FILE!r} name it (the checkpoint itself is whole)"
+                doing = f"let the file {names.LATEST_FILE!r} name it (the new checkpoint itself is whole)"
                 point_latest(self._save_dir, self._tag, self._token, self._storage)
         except OSError as error:
             raise CheckpointError(
@@ -222,13 +216,24 @@ class _Save:
         return Manifest(
             format="deepspeed-checkpoint",
             version=VERSION,
-            library=__version__,
+            library=version,
             saved_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             world_size=self.ranks.world_size,
             files=files,
             tensors=self._tensors,
             state=self._state,
         )
+
+
+def _description(piece: Piece) -> JsonValue:
+    """Check a piece and describe it for rank 0: `[name, shape, dtype, start, length]`."""
+    if piece.data.layout != torch.strided or piece.data.device.type == "meta":
+        raise CheckpointError(
+            f"tensor {piece.name!r} is {piece.data.layout} on {piece.data.device}; a checkpoint holds dense tensors with "
+            f"data. Convert it, for example with .to_dense()."
+        )
+    dtype = dtype_name(piece.data.dtype, f"tensor {piece.name!r}")
+    return [piece.name, list(piece.shape), dtype, piece.start, piece.data.numel()]
 
 
 def _entry(piece: Piece) -> Entry:
