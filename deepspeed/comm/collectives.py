@@ -1,0 +1,409 @@
+"""Collectives and messages between ranks, in the shapes of `torch.distributed`.
+
+Lives here: every call of a torch.distributed collective in this library. Does not live here: which algorithm is fastest
+(`algorithms`), the log (`recorder`), starting the process group (`world`). Everyone calls it through `deepspeed.comm`.
+
+    deepspeed.comm.all_reduce(tensor, group=g)
+        |-- log off: torch.distributed.all_reduce          one attribute test more than torch's own call
+        |-- log on:  the same between two clock readings, device drained; an asynchronous call is timed until its wait()
+        `-- a failing back end becomes CommError: collective, rank, ranks of the group, and the back end's text
+
+Shapes and errors are torch's; `group=None` is the world. Every rank of the group must make the same calls in the same
+order. Each function that `_watched` wraps also takes, by keyword, what clients of the original pass:
+
+    prof      record this call although `prof_all` is off
+    log_name  name to record it under
+    debug     the caller's name, appended when the log's `debug` is on
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, ParamSpec, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _coalescing_manager
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.failures import NotInitializedError
+from deepspeed.comm.recorder import RECORDER, table
+from deepspeed.common.logging import log_dist
+from deepspeed.errors import CommError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Group = dist.ProcessGroup | None
+ReduceOp = dist.ReduceOp
+SUM = dist.ReduceOp.SUM
+
+_TAIL = [
+    inspect.Parameter("prof", inspect.Parameter.KEYWORD_ONLY, default=False, annotation="bool"),
+    inspect.Parameter("log_name", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="str | None"),
+    inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="str | None"),
+]
+
+
+# -------------------------------------------------------------------- watching a call
+
+
+def _watched(payload: str | None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Record and explain calls of a collective; `payload` names the argument whose bytes count (None: no bytes)."""
+
+    def wrap(function: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                if RECORDER.enabled:
+                    return cast("R", _recorded(function, signature, payload, args, kwargs))
+                if kwargs:
+                    _drop_tail(kwargs)
+                return function(*args, **kwargs)
+            except ValueError:
+                if not dist.is_initialized():
+                    raise NotInitializedError(function.__name__) from None
+                raise  # an argument that torch refused: its text says which
+            except RuntimeError as cause:
+                raise _failed(function.__name__, signature.bind(*args, **kwargs).arguments.get("group"), cause) from cause
+
+        call.__signature__ = signature.replace(  # type: ignore[attr-defined]  # inspect reads it
+            parameters=[*signature.parameters.values(), *_TAIL]
+        )
+        return call
+
+    return wrap
+
+
+def _drop_tail(kwargs: dict[str, Any]) -> tuple[bool, str | None, str | None]:
+    """Take the shared trailing arguments out of `kwargs`."""
+    return kwargs.pop("prof", False), kwargs.pop("log_name", None), kwargs.pop("debug", None)
+
+
+def _failed(name: str, group: Group, cause: Exception) -> CommError:
+    """Return the error for a call that the back end gave up: a dead or late peer, or ranks that sent different things."""
+    ranks = _few(dist.get_process_group_ranks(group))
+    return CommError(
+        f"{name} failed on rank {dist.get_rank()}, in the group of ranks {ranks}: {cause} "
+        "Look at the other ranks' output first: the rank that failed earliest has the reason. "
+        "If a rank is only slow, raise DEEPSPEED_TIMEOUT (minutes)."
+    )
+
+
+def _few(ranks: list[int], most: int = 16) -> str:
+    return str(ranks) if len(ranks) <= most else f"[{', '.join(map(str, ranks[:most]))}, ... {len(ranks)} in all]"
+
+
+class _TimedWork:
+    """A started call whose time is recorded when it has been waited for; all else is the back end's `Work`."""
+
+    def __init__(self, work: Any, finish: Callable[[], None]) -> None:
+        self._work = work
+        self._finish: Callable[[], None] | None = finish
+
+    def wait(self, *args: Any) -> Any:
+        result = self._work.wait(*args)
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+def _recorded(
+    function: Callable[..., Any],
+    signature: inspect.Signature,
+    payload: str | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run a call between two readings of the clock, with the device's queues drained before each."""
+    prof, log_name, debug = _drop_tail(kwargs)
+    operation = function.__name__
+    name = log_name or operation
+    if not RECORDER.wants(name, prof):
+        return function(*args, **kwargs)
+    if RECORDER.debug:
+        name = f"{name} | [Caller Func: {debug or sys._getframe(2).f_code.co_name}]"
+    given = signature.bind(*args, **kwargs).arguments
+    nbytes = _nbytes(given.get(payload)) if payload else 0
+    world_size = dist.get_world_size(given.get("group"))
+    synchronize = get_accelerator().synchronize
+    synchronize()
+    start = time.perf_counter()
+
+    def finish() -> None:
+        synchronize()
+        RECORDER.append(operation, name, (time.perf_counter() - start) * 1e3, nbytes, world_size)
+
+    result = function(*args, **kwargs)
+    if isinstance(result, list) and result:  # a batch is over when its last part is
+        return [*result[:-1], _TimedWork(result[-1], finish)]
+    if hasattr(result, "wait"):
+        return _TimedWork(result, finish)
+    finish()
+    return result
+
+
+def _nbytes(payload: Any) -> int:
+    """Bytes of a tensor, of the tensor of a `P2POp`, or of a list of these together."""
+    if isinstance(payload, dist.P2POp):
+        return payload.tensor.nbytes
+    if isinstance(payload, torch.Tensor):
+        return payload.nbytes
+    return sum(map(_nbytes, payload)) if isinstance(payload, list | tuple) else 0
+
+
+# -------------------------------------------------------------------- reductions
+
+
+@_watched("tensor")
+def all_reduce(tensor: torch.Tensor, op: Any = SUM, group: Group = None, async_op: bool = False) -> Any:
+    """Reduce `tensor` over the group, in place on every rank. Returns a `Work` when `async_op`, else None."""
+    return dist.all_reduce(tensor, op, group, async_op)
+
+
+@_watched("tensor")
+def inference_all_reduce(tensor: torch.Tensor, op: Any = SUM, group: Group = None, async_op: bool = False) -> Any:
+    """Reduce as `all_reduce` does; the name that inference code calls."""
+    return dist.all_reduce(tensor, op, group, async_op)
+
+
+@_watched("tensors")
+def all_reduce_coalesced(tensors: list[torch.Tensor], op: Any = SUM, group: Group = None, async_op: bool = False) -> Any:
+    """Reduce several tensors in one call of the back end, each in place."""
+    with _coalescing_manager(group, async_ops=async_op) as work:
+        for tensor in tensors:
+            dist.all_reduce(tensor, op, group)
+    return work if async_op else None
+
+
+@_watched("tensor")
+def reduce(tensor: torch.Tensor, dst: int, op: Any = SUM, group: Group = None, async_op: bool = False) -> Any:
+    """Reduce `tensor` over the group into global rank `dst`; the other ranks' content is undefined afterwards."""
+    return dist.reduce(tensor, dst, op, group, async_op)
+
+
+@_watched("output")
+def reduce_scatter(
+    output: torch.Tensor, input_list: list[torch.Tensor], op: Any = SUM, group: Group = None, async_op: bool = False
+) -> Any:
+    """Reduce the list over the group, element i into the `output` of group rank i."""
+    return dist.reduce_scatter(output, input_list, op, group, async_op)
+
+
+@_watched("output_tensor")
+def reduce_scatter_tensor(
+    output_tensor: torch.Tensor, tensor: torch.Tensor, op: Any = SUM, group: Group = None, async_op: bool = False
+) -> Any:
+    """Reduce `tensor` (group size x the output's numel) over the group, each rank keeping its part."""
+    return dist.reduce_scatter_tensor(output_tensor, tensor, op, group, async_op)
+
+
+@_watched("output_tensor")
+def reduce_scatter_fn(
+    output_tensor: torch.Tensor, tensor: torch.Tensor, op: Any = SUM, group: Group = None, async_op: bool = False
+) -> Any:
+    """Do as `reduce_scatter_tensor`, which every supported torch has; the name that clients of the original call."""
+    return dist.reduce_scatter_tensor(output_tensor, tensor, op, group, async_op)
+
+
+# -------------------------------------------------------------------- gathers
+
+
+@_watched("tensor")
+def all_gather(tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Group = None, async_op: bool = False) -> Any:
+    """Gather every rank's `tensor` into `tensor_list`, in group order, on every rank."""
+    return dist.all_gather(tensor_list, tensor, group, async_op)
+
+
+@_watched("tensor")
+def all_gather_into_tensor(
+    output_tensor: torch.Tensor, tensor: torch.Tensor, group: Group = None, async_op: bool = False
+) -> Any:
+    """Gather every rank's `tensor` into `output_tensor` (group size x its numel), on every rank."""
+    return dist.all_gather_into_tensor(output_tensor, tensor, group, async_op)
+
+
+@_watched("input_tensors")
+def all_gather_coalesced(
+    output_tensors: list[torch.Tensor], input_tensors: list[torch.Tensor], group: Group = None, async_op: bool = False
+) -> Any:
+    """Gather several tensors in one call of the back end, pair by pair as `all_gather_into_tensor`."""
+    with _coalescing_manager(group, async_ops=async_op) as work:
+        for output, tensor in zip(output_tensors, input_tensors, strict=True):
+            dist.all_gather_into_tensor(output, tensor, group)
+    return work if async_op else None
+
+
+@_watched("input_tensor")
+def allgather_fn(
+    output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Group = None, async_op: bool = False
+) -> Any:
+    """Do as `all_gather_into_tensor`, which every supported torch has; the name that clients of the original call."""
+    return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+
+
+@_watched("tensor")
+def gather(
+    tensor: torch.Tensor,
+    gather_list: list[torch.Tensor] | None = None,
+    dst: int = 0,
+    group: Group = None,
+    async_op: bool = False,
+) -> Any:
+    """Gather every rank's `tensor` into `gather_list` of global rank `dst`; the others pass None."""
+    return dist.gather(tensor, gather_list, dst, group, async_op)
+
+
+@_watched("tensor")
+def scatter(
+    tensor: torch.Tensor,
+    scatter_list: list[torch.Tensor] | None = None,
+    src: int = 0,
+    group: Group = None,
+    async_op: bool = False,
+) -> Any:
+    """Give element i of `scatter_list` of global rank `src` to group rank i; the others pass None."""
+    return dist.scatter(tensor, scatter_list, src, group, async_op)
+
+
+# -------------------------------------------------------------------- all-to-all and broadcast
+
+
+@_watched("tensor")
+def all_to_all_single(
+    output: torch.Tensor,
+    tensor: torch.Tensor,
+    output_split_sizes: list[int] | None = None,
+    input_split_sizes: list[int] | None = None,
+    group: Group = None,
+    async_op: bool = False,
+) -> Any:
+    """Send part i of `tensor` (along dimension 0) to group rank i and receive in order; parts are equal without sizes."""
+    return dist.all_to_all_single(output, tensor, output_split_sizes, input_split_sizes, group, async_op)
+
+
+@_watched("input_tensor_list")
+def all_to_all(
+    output_tensor_list: list[torch.Tensor],
+    input_tensor_list: list[torch.Tensor],
+    group: Group = None,
+    async_op: bool = False,
+) -> Any:
+    """Send element i of the input list to group rank i and receive in order."""
+    return dist.all_to_all(output_tensor_list, input_tensor_list, group, async_op)
+
+
+@_watched("tensor")
+def broadcast(tensor: torch.Tensor, src: int, group: Group = None, async_op: bool = False) -> Any:
+    """Copy `tensor` of global rank `src` to every rank of the group."""
+    return dist.broadcast(tensor, src, group, async_op)
+
+
+# -------------------------------------------------------------------- messages between two ranks
+
+
+@_watched("tensor")
+def send(tensor: torch.Tensor, dst: int, group: Group = None, tag: int = 0) -> None:
+    """Send to global rank `dst`; blocks until the tensor may be reused."""
+    dist.send(tensor, dst, group, tag)
+
+
+@_watched("tensor")
+def recv(tensor: torch.Tensor, src: int | None = None, group: Group = None, tag: int = 0) -> int:
+    """Receive from global rank `src`, or from anybody; blocks. Returns the sender's global rank."""
+    return dist.recv(tensor, src, group, tag)
+
+
+@_watched("tensor")
+def isend(tensor: torch.Tensor, dst: int, group: Group = None, tag: int = 0) -> Any:
+    """Start sending to global rank `dst`; returns a `Work`."""
+    return dist.isend(tensor, dst, group, tag)
+
+
+@_watched("tensor")
+def irecv(tensor: torch.Tensor, src: int | None = None, group: Group = None, tag: int = 0) -> Any:
+    """Start receiving from global rank `src`, or from anybody; returns a `Work`."""
+    return dist.irecv(tensor, src, group, tag)
+
+
+class P2POp(dist.P2POp):
+    """One send or receive of a batch: `op` is `isend` or `irecv`, of this module or of torch, `peer` a global rank."""
+
+    def __new__(cls, op: Any, *args: Any, **kwargs: Any) -> P2POp:  # noqa: D102
+        return cast("P2POp", super().__new__(cls, _PLAIN.get(op, op), *args, **kwargs))
+
+    def __init__(self, op: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(_PLAIN.get(op, op), *args, **kwargs)
+
+
+_PLAIN = {isend: dist.isend, irecv: dist.irecv}  # torch compares with its own functions
+
+
+@_watched("p2p_op_list")
+def batch_isend_irecv(p2p_op_list: list[Any]) -> list[Any]:
+    """Start several sends and receives (`P2POp`) together; returns their `Work` objects."""
+    works: list[Any] = dist.batch_isend_irecv(p2p_op_list)
+    return works
+
+
+# -------------------------------------------------------------------- objects and meetings
+
+
+@_watched(None)
+def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> None:
+    """Gather every rank's picklable `obj` into `object_list` (of the group's size), on every rank."""
+    dist.all_gather_object(object_list, obj, group)
+
+
+@_watched(None)
+def broadcast_object_list(object_list: list[Any], src: int, group: Group = None, device: torch.device | None = None) -> None:
+    """Copy the picklable objects of global rank `src` into every rank's `object_list` of the same length."""
+    dist.broadcast_object_list(object_list, src, group, device)
+
+
+@_watched(None)
+def barrier(group: Group = None, async_op: bool = False, device_ids: list[int] | None = None) -> Any:
+    """Block until every rank of the group has come here."""
+    return dist.barrier(group, async_op, device_ids)
+
+
+@_watched(None)
+def monitored_barrier(group: Group = None, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+    """Block as `barrier` does; on a time-out rank 0 raises an error that names the missing ranks (gloo only)."""
+    dist.monitored_barrier(group, timeout, wait_all_ranks)
+
+
+# -------------------------------------------------------------------- the log
+
+
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
+    """Log the communications so far as a table on rank 0, or return them.
+
+    Args:
+        show_straggler: also compare with the fastest rank, call by call; then every rank must call this, after the same
+            calls, for it communicates itself.
+        return_dict: return `CommsLogger.summary` and log nothing.
+    """
+    summary = RECORDER.summary(_fastest_over_ranks if show_straggler else None)
+    if return_dict:
+        return summary
+    log_dist("communications so far\n" + table(summary))
+    return None
+
+
+def _fastest_over_ranks(milliseconds: list[float]) -> list[float]:
+    accelerator = get_accelerator()
+    dtype = torch.float64 if accelerator.is_fp64_supported() else torch.float32
+    least = torch.tensor(milliseconds, dtype=dtype, device=accelerator.current_device_name())
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    return [float(value) for value in least]

@@ -1,0 +1,17 @@
+"""The errors of this room, and the sentence that goes with a collective that did not finish."""
+
+from __future__ import annotations
+
+from deepspeed.errors import CommError
+
+__all__ = ["NotInitializedError"]
+
+
+class NotInitializedError(CommError, AssertionError):
+    """A call needs the process group before there is one. Also an AssertionError, which clients of the original catch."""
+
+    def __init__(self, call: str) -> None:
+        super().__init__(
+            f"{call}() needs the process group, and there is none yet. "
+            "Call deepspeed.init_distributed() (or deepspeed.initialize(), which does it) on every rank first."
+        )

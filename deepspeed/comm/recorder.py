@@ -1,0 +1,242 @@
+"""The communications log: what was sent, how often, how long it took, at what bandwidth.
+
+Lives here: the log and its arithmetic. Does not live here: timing a call (`collectives`, which asks `RECORDER.enabled`
+and nothing else while the log is off).
+
+Bandwidth, for n ranks, b bytes and t milliseconds (source: "Performance" in the documentation of nccl-tests):
+
+    operation                    algorithm bandwidth     bus bandwidth
+    all_reduce                   2 b / t                 (b / t) 2 (n - 1) / n
+    all_gather, reduce_scatter   b n / t                 (b n / t) (n - 1) / n      b = one rank's shard
+    all_to_all                   b / t                   (b / t) (n - 1) / n
+    others                       b / t                   b / t
+
+Bytes per millisecond times 8 / 10^6 are Gbit/s. The byte count in the log is b.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from deepspeed.common.logging import get_logger, log_dist
+from deepspeed.common.memory import format_nbytes
+
+__all__ = [
+    "RECORDER",
+    "Bandwidth",
+    "CommsLogger",
+    "bandwidth",
+    "configure",
+    "get_comm_operation_count",
+    "get_logged_comm_ops",
+    "has_comm_data",
+    "reset_log",
+    "table",
+]
+
+logger = get_logger(__name__)
+
+Log = dict[str, dict[int, list[Any]]]
+"""`{operation: {bytes: [count, [ms, ...], [algorithm Gbit/s, ...], [bus Gbit/s, ...]]}}`"""
+
+
+class Bandwidth(NamedTuple):
+    """Gbit/s of one call."""
+
+    algorithm: float
+    bus: float
+
+
+def bandwidth(operation: str, nbytes: int, milliseconds: float, world_size: int) -> Bandwidth:
+    """Return the bandwidths of one call by the formulas above; 0 for a call that took no time.
+
+    Args:
+        operation: name of the collective; the beginning decides the formula (`"all_gather_into_tensor"`).
+        nbytes: bytes of the message, of one rank's shard for all-gather and reduce-scatter.
+        milliseconds: how long the call took.
+        world_size: ranks that took part.
+    """
+    if milliseconds <= 0:
+        return Bandwidth(0.0, 0.0)
+    share_sent = (world_size - 1) / world_size
+    rate = nbytes / milliseconds * 8 / 1e6
+    if "all_reduce" in operation:  # inference_all_reduce too
+        return Bandwidth(2 * rate, 2 * rate * share_sent)
+    if operation.startswith(("all_gather", "allgather", "reduce_scatter")):
+        return Bandwidth(rate * world_size, rate * world_size * share_sent)
+    if operation.startswith("all_to_all"):
+        return Bandwidth(rate, rate * share_sent)
+    return Bandwidth(rate, rate)
+
+
+class CommsLogger:
+    """The log of one process, off until `configure(enabled=True)`.
+
+    Attributes:
+        enabled: record at all; `collectives` tests it once per call.
+        prof_all: record every operation, else only `prof_ops` and calls with `prof=True`.
+        prof_ops: names to record.
+        verbose: also log one line per call.
+        debug: append the caller's function to the name.
+        comms_dict: the log (see `Log`).
+    """
+
+    def __init__(self) -> None:
+        self.enabled = False
+        self.prof_all = True
+        self.prof_ops: list[str] = []
+        self.verbose = False
+        self.debug = False
+        self.comms_dict: Log = {}
+
+    def wants(self, name: str, prof: bool) -> bool:
+        """Tell whether a call of this name is recorded, given the call's own `prof` argument."""
+        return prof or self.prof_all or name in self.prof_ops
+
+    def append(self, operation: str, name: str, milliseconds: float, nbytes: int, world_size: int) -> None:
+        """Record one finished call under `name`; `operation` chooses the formula."""
+        algorithm, bus = bandwidth(operation, nbytes, milliseconds, world_size)
+        entry = self.comms_dict.setdefault(name, {}).setdefault(nbytes, [0, [], [], []])
+        entry[0] += 1
+        for values, value in zip(entry[1:], (milliseconds, algorithm, bus), strict=True):
+            values.append(value)
+        if self.verbose:
+            log_dist(
+                f"comm op: {name} | time (ms): {milliseconds:.2f} | msg size: {format_nbytes(nbytes)} | "
+                f"algbw (Gbps): {algorithm:.2f} | busbw (Gbps): {bus:.2f}"
+            )
+
+    def reset(self) -> None:
+        """Forget every record."""
+        self.comms_dict = {}
+
+    def has_data(self) -> bool:
+        """True when something was recorded."""
+        return bool(self.comms_dict)
+
+    def count(self) -> int:
+        """Return the number of recorded calls."""
+        return sum(entry[0] for sizes in self.comms_dict.values() for entry in sizes.values())
+
+    def operations(self) -> list[str]:
+        """Return the names recorded so far, in the order of their first call."""
+        return list(self.comms_dict)
+
+    def summary(self, fastest: Callable[[list[float]], list[float]] | None = None) -> dict[str, Any]:
+        """Return the log summed up.
+
+        Args:
+            fastest: maps this rank's latencies to the smallest over all ranks, call by call; what a call took beyond that
+                was spent waiting for a straggler. None leaves the straggler figures out.
+
+        Returns:
+            `{operation: {bytes: {count, total_latency_ms, avg_latency_ms, tput_avg_gbps, busbw_avg_gbps
+            [, min_latency_ms, straggler_ms]}}}`; the last two are sums over the calls.
+        """
+        return {
+            name: {nbytes: _summed_up(entry, fastest) for nbytes, entry in sorted(sizes.items())}
+            for name, sizes in self.comms_dict.items()
+        }
+
+
+def _summed_up(entry: list[Any], fastest: Callable[[list[float]], list[float]] | None) -> dict[str, float]:
+    count, milliseconds, algorithm, bus = entry
+    total = sum(milliseconds)
+    figures = {
+        "count": count,
+        "total_latency_ms": total,
+        "avg_latency_ms": total / count,
+        "tput_avg_gbps": sum(algorithm) / count,
+        "busbw_avg_gbps": sum(bus) / count,
+    }
+    if fastest is not None:
+        least = sum(fastest(milliseconds))
+        figures |= {"min_latency_ms": least, "straggler_ms": total - least}
+    return figures
+
+
+_COLUMNS = {
+    "count": "Count",
+    "total_latency_ms": "Total Latency(ms)",
+    "avg_latency_ms": "Avg Latency(ms)",
+    "tput_avg_gbps": "tput_avg (Gbps)",
+    "busbw_avg_gbps": "busbw_avg (Gbps)",
+    "min_latency_ms": "Min Latency(ms)",
+    "straggler_ms": "Straggler(ms)",
+}
+
+
+def table(summary: dict[str, Any]) -> str:
+    """Return a summary as text, one line per operation and message size."""
+    rows = [(name, nbytes, figures) for name, sizes in summary.items() for nbytes, figures in sizes.items()]
+    keys = [key for key in _COLUMNS if any(key in figures for _, _, figures in rows)]
+    lines = [_line("Comm. Op", "Message Size", (_COLUMNS[key] for key in keys))]
+    for name, nbytes, figures in rows:
+        numbers = (str(figures[key]) if key == "count" else f"{figures[key]:.2f}" for key in keys)
+        lines.append(_line(name, format_nbytes(nbytes), numbers))
+    return "\n".join(lines)
+
+
+def _line(name: str, size: str, cells: Iterable[str]) -> str:
+    return f"{name:<28}{size:<14}" + "".join(f"{cell:<19}" for cell in cells).rstrip()
+
+
+RECORDER = CommsLogger()
+"""The log of this process."""
+
+
+def configure(
+    deepspeed_config: Any = None,
+    enabled: bool | None = None,
+    prof_all: bool | None = None,
+    prof_ops: list[str] | None = None,
+    verbose: bool | None = None,
+    debug: bool | None = None,
+) -> None:
+    """Set up the communications log of this process.
+
+    Args:
+        deepspeed_config: a `DeepSpeedConfig`, or a dict, whose `comms_logger` block is applied; None applies nothing.
+        enabled: switch the log on or off. Arguments that are given win over the block.
+        prof_all: record every operation.
+        prof_ops: names to record when `prof_all` is False.
+        verbose: log one line per call on rank 0.
+        debug: append the caller's function to the names.
+    """
+    block = _block_of(deepspeed_config)
+    given = {"enabled": enabled, "prof_all": prof_all, "prof_ops": prof_ops, "verbose": verbose, "debug": debug}
+    for name, value in {**block, **{key: value for key, value in given.items() if value is not None}}.items():
+        setattr(RECORDER, name, value)
+
+
+def _block_of(deepspeed_config: Any) -> dict[str, Any]:
+    """Return the settings of a `comms_logger` block, of a model or a dict, or nothing."""
+    is_dict = isinstance(deepspeed_config, dict)
+    block = deepspeed_config.get("comms_logger") if is_dict else getattr(deepspeed_config, "comms_logger", None)
+    if block is None:
+        return {}
+    names = ("enabled", "prof_all", "prof_ops", "verbose", "debug")
+    if isinstance(block, dict):
+        return {name: block[name] for name in names if name in block}
+    return {name: getattr(block, name) for name in names}
+
+
+def reset_log() -> None:
+    """Forget every record of this process."""
+    RECORDER.reset()
+
+
+def has_comm_data() -> bool:
+    """True when this process recorded something."""
+    return RECORDER.has_data()
+
+
+def get_comm_operation_count() -> int:
+    """Return how many calls this process recorded."""
+    return RECORDER.count()
+
+
+def get_logged_comm_ops() -> list[str]:
+    """Return the names this process recorded."""
+    return RECORDER.operations()

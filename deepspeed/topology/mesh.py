@@ -1,0 +1,268 @@
+"""The mesh: every kind of parallelism as one named axis, and the process group of each.
+
+Lives here: `ParallelMesh`, built once and handed to whoever needs a group. Does not live here: the arithmetic (`grid`),
+the process-wide current mesh (`groups`). `deepspeed.initialize` builds it; the engine asks `mesh.data_parallel`.
+
+    pipe x replica x shard x expert x sequence x tensor         tensor varies fastest, pipe slowest
+
+    data_parallel   replica x shard x expert                ranks that see different data
+    zero_group      replica x shard x expert x sequence     ranks that hold the same weights (sequence ranks see different
+                                                            tokens of the same data, so gradients are averaged there too)
+
+[Note: which groups are made] An axis as large as the world uses the default group, axes over the same ranks share one
+group, and an axis of size 1 has none until somebody asks for it: then a group of this rank alone is made, which takes no
+other rank (`use_local_synchronization`). So plain data parallelism makes no group at all, and `AxisGroup.group` is always
+a real group that torch and `deepspeed.comm` accept. A collective over one rank never leaves the process.
+
+[Note: all ranks make all groups] `torch.distributed.new_group` must be called by every rank of the world for every group,
+in the same order. `build` does so; it is a collective call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
+from deepspeed.errors import ArgumentError, UsageError
+from deepspeed.topology.grid import ProcessTopology
+
+__all__ = ["AXES", "AxisGroup", "ParallelMesh"]
+
+AXES = ("pipe", "replica", "shard", "expert", "sequence", "tensor")
+
+_DATA = ("replica", "shard", "expert")
+_ZERO = (*_DATA, "sequence")
+_KEPT: tuple[tuple[str, ...], ...] = (*((axis,) for axis in AXES), _DATA, _ZERO)
+
+_MPU_NAMES: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("pipe",): ("pipeline_model_parallel", "pipe_parallel"),
+    ("sequence",): ("sequence_parallel",),
+    ("tensor",): ("tensor_model_parallel", "model_parallel"),
+    _DATA: ("data_parallel",),
+    _ZERO: ("sequence_data_parallel",),
+}
+"""What a model-parallel unit calls these groups: its accessors are `get_<name>_group` and `get_<name>_world_size`."""
+
+NewGroup = Callable[[list[int]], dist.ProcessGroup]
+
+
+class AxisGroup:
+    """The ranks along one axis (or several together) that this rank belongs to.
+
+    Attributes:
+        ranks: their global ranks, in order.
+        size: how many they are.
+        rank: this process's position among them.
+    """
+
+    def __init__(self, ranks: Sequence[int], global_rank: int, group: dist.ProcessGroup | None = None) -> None:
+        self.ranks = tuple(ranks)
+        self.size = len(self.ranks)
+        self.rank = self.ranks.index(global_rank)
+        self._group = group
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group, never None (see [Note: which groups are made])."""
+        if self._group is None:
+            assert self.size == 1  # build gives every larger one its group
+            self._group = comm.new_group(list(self.ranks), use_local_synchronization=True)
+        return self._group
+
+    def __repr__(self) -> str:
+        return f"AxisGroup(ranks={list(self.ranks)}, rank={self.rank})"
+
+
+class ParallelMesh:
+    """All ranks on named axes, as one rank sees them.
+
+    Make one with `build` or `from_mpu`; both are collective calls.
+
+    Attributes:
+        sizes: `{axis: size}` for every name in `AXES`.
+        rank: this process's global rank.
+        world_size: number of ranks.
+    """
+
+    def __init__(self, sizes: dict[str, int], rank: int, groups: dict[tuple[str, ...], AxisGroup]) -> None:
+        self.sizes = sizes
+        self.rank = rank
+        self.world_size = math.prod(sizes.values())
+        self._groups = groups
+
+    @classmethod
+    def build(
+        cls,
+        world_size: int | None = None,
+        rank: int | None = None,
+        *,
+        pipe: int = 1,
+        shard: int = 1,
+        expert: int = 1,
+        sequence: int = 1,
+        tensor: int = 1,
+        new_group: NewGroup | None = None,
+    ) -> ParallelMesh:
+        """Lay all ranks out; the replica axis takes what the given sizes leave. Every rank of the world must call it.
+
+        Args:
+            world_size: number of ranks; None asks `deepspeed.comm`.
+            rank: this process's rank; None asks `deepspeed.comm`.
+            pipe: pipeline stages.
+            shard: ranks that ZeRO spreads states over.
+            expert: ranks that experts are spread over; they see different data.
+            sequence: ranks that share one sequence.
+            tensor: ranks that share each matrix.
+            new_group: makes a process group from ranks; tests and simulations hand in their own.
+
+        Raises:
+            ArgumentError: a size is below 1, or the sizes do not divide the number of ranks.
+            CommError: there is no process group.
+        """
+        world_size = comm.get_world_size() if world_size is None else world_size
+        rank = comm.get_rank() if rank is None else rank
+        grid = ProcessTopology(AXES, _sizes(world_size, pipe, shard, expert, sequence, tensor))
+        make = new_group or comm.new_group
+        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        groups = {axes: _axis_group(grid, axes, rank, made, make) for axes in _KEPT}
+        return cls(dict(zip(AXES, grid.dims, strict=True)), rank, groups)
+
+    @classmethod
+    def from_mpu(cls, mpu: Any) -> ParallelMesh:
+        """Take over the groups of a model-parallel-unit object, as Megatron and Ulysses hand in.
+
+        Every rank must call it. Of the documented accessors `get_data_parallel_*`, `get_sequence_parallel_*`,
+        `get_sequence_data_parallel_*`, `get_tensor_model_parallel_*` or `get_model_parallel_*`,
+        `get_pipeline_model_parallel_*` or `get_pipe_parallel_*` (each `group`, `world_size`), any may be missing. Data
+        ranks become the replica axis. What the object does not hand in is made by the layout of `build`.
+
+        Raises:
+            UsageError: the sizes do not multiply to the number of ranks, or the layout of `build` would put other ranks
+                into a group than the object does.
+        """
+        world_size, rank = comm.get_world_size(), comm.get_rank()
+        grid = ProcessTopology(AXES, _sizes_of_mpu(mpu, world_size))
+        given = {axes: _group_of_mpu(mpu, names) for axes, names in _MPU_NAMES.items()}
+        adopted = {
+            axes: AxisGroup(dist.get_process_group_ranks(group), rank, group)
+            for axes, group in given.items()
+            if group is not None
+        }
+        if _DATA in adopted:
+            adopted[("replica",)] = adopted[_DATA]
+            if grid.get_dim("sequence") == 1:
+                adopted[_ZERO] = adopted[_DATA]
+        wanted = {axes: tuple(grid.group_of(rank, axes)) for axes in _KEPT}
+        if any(len(ranks) > 1 and axes not in adopted for axes, ranks in wanted.items()):
+            _require_our_layout(wanted, adopted)
+        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        groups = {axes: adopted.get(axes) or _axis_group(grid, axes, rank, made, comm.new_group) for axes in _KEPT}
+        return cls(dict(zip(AXES, grid.dims, strict=True)), rank, groups)
+
+    def axis(self, name: str) -> AxisGroup:
+        """Return the ranks along one axis.
+
+        Raises:
+            ArgumentError: there is no such axis; the text lists them.
+        """
+        if name not in AXES:
+            raise ArgumentError(f"the mesh has no axis {name!r}; its axes are {', '.join(AXES)}.")
+        return self._groups[(name,)]
+
+    @property
+    def data_parallel(self) -> AxisGroup:
+        """The ranks that see different data and hold the same weights."""
+        return self._groups[_DATA]
+
+    @property
+    def zero_group(self) -> AxisGroup:
+        """The ranks that gradients are averaged over and ZeRO may spread states over: data-parallel x sequence."""
+        return self._groups[_ZERO]
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{axis}={size}" for axis, size in self.sizes.items())
+        return f"ParallelMesh(rank {self.rank} of {self.world_size}: {sizes})"
+
+
+def _sizes(world_size: int, pipe: int, shard: int, expert: int, sequence: int, tensor: int) -> tuple[int, ...]:
+    """Return the sizes in the order of `AXES`; the replica axis takes what the others leave."""
+    given = {"pipe": pipe, "shard": shard, "expert": expert, "sequence": sequence, "tensor": tensor}
+    too_small = {axis: size for axis, size in given.items() if size < 1}
+    if too_small:
+        raise ArgumentError(f"mesh sizes {too_small}: every axis needs at least 1 rank.")
+    taken = math.prod(given.values())
+    if world_size % taken:
+        text = " x ".join(f"{axis}={size}" for axis, size in given.items() if size > 1)
+        raise ArgumentError(
+            f"{text} = {taken} ranks do not divide the world of {world_size} ranks. "
+            f"Start a multiple of {taken} ranks, or change one of the sizes."
+        )
+    return pipe, world_size // taken, shard, expert, sequence, tensor
+
+
+def _axis_group(
+    grid: ProcessTopology,
+    axes: tuple[str, ...],
+    rank: int,
+    made: dict[tuple[int, ...], dist.ProcessGroup],
+    new_group: NewGroup,
+) -> AxisGroup:
+    """Return this rank's group along `axes`, made if no axis before had the same ranks; `made` remembers."""
+    mine = tuple(grid.group_of(rank, axes))
+    if len(mine) == grid.world_size():
+        return AxisGroup(mine, rank, comm.get_world_group())
+    if len(mine) > 1 and mine not in made:
+        for ranks in grid.groups_along(axes):  # see [Note: all ranks make all groups]
+            made[tuple(ranks)] = new_group(ranks)
+    return AxisGroup(mine, rank, made.get(mine))
+
+
+def _sizes_of_mpu(mpu: Any, world_size: int) -> tuple[int, ...]:
+    pipe, sequence, tensor = (_size_of_mpu(mpu, _MPU_NAMES[(axis,)]) or 1 for axis in ("pipe", "sequence", "tensor"))
+    data = _size_of_mpu(mpu, _MPU_NAMES[_DATA])
+    taken = pipe * sequence * tensor
+    if world_size % taken or data not in (None, world_size // taken):
+        raise UsageError(
+            f"the mpu has pipe={pipe}, sequence={sequence}, tensor={tensor} and {data or 'no'} data-parallel ranks; "
+            f"over {world_size} ranks there should be {world_size}/{taken} data-parallel ones. "
+            "Give it sizes whose product is the number of ranks."
+        )
+    return pipe, world_size // taken, 1, 1, sequence, tensor
+
+
+def _size_of_mpu(mpu: Any, names: tuple[str, ...]) -> int | None:
+    for name in names:
+        get_size = getattr(mpu, f"get_{name}_world_size", None)
+        if get_size is not None:
+            return int(get_size())
+    group = _group_of_mpu(mpu, names)
+    return None if group is None else dist.get_world_size(group)
+
+
+def _group_of_mpu(mpu: Any, names: tuple[str, ...]) -> dist.ProcessGroup | None:
+    for name in names:
+        get_group = getattr(mpu, f"get_{name}_group", None)
+        if get_group is not None:
+            group: dist.ProcessGroup | None = get_group()
+            return group
+    return None
+
+
+def _require_our_layout(wanted: dict[tuple[str, ...], tuple[int, ...]], adopted: dict[tuple[str, ...], AxisGroup]) -> None:
+    """Refuse, on all ranks together, an mpu whose groups `build` would lay out otherwise: missing ones could not be made."""
+    differing = {axes: group for axes, group in adopted.items() if group.ranks != wanted[axes]}
+    disagree = torch.tensor(float(bool(differing)), device=get_accelerator().current_device_name())
+    comm.all_reduce(disagree, comm.ReduceOp.MAX)
+    if disagree.item():
+        here = {" x ".join(axes): list(group.ranks) for axes, group in differing.items()} or "this rank's groups agree"
+        raise UsageError(
+            f"the mpu lacks groups that would have to be made, and its own lie differently from the order "
+            f"{' x '.join(AXES)} with neighbours in rank along the last: {here} on this rank. "
+            "Let the mpu also hand in get_data_parallel_group and get_sequence_data_parallel_group, or number its ranks so."
+        )
