@@ -1,0 +1,94 @@
+"""Variables that a job carries: the `.deepspeed_env` file, and the names that go to other machines.
+
+Pure, but for `read_environment_files`. Values may be secrets: no error or log line here shows one.
+
+[Note: order] The file is looked for in the home directory and in the working directory; both are read and the second wins.
+The file wins over the environment of the command, on one machine as on many; the places of ranks win over the file.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+
+from deepspeed.common.logging import get_logger
+from deepspeed.errors import LaunchError
+
+__all__ = [
+    "DEEPSPEED_ENVIRONMENT_NAME",
+    "EXPORT_ENVS",
+    "EnvironmentFileError",
+    "parse_environment",
+    "read_environment_files",
+]
+
+logger = get_logger("deepspeed.launcher.environment")
+
+DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
+"""Name, or path, of the file of variables."""
+
+EXPORT_ENVS = ["MLFLOW", "PYTHON", "MV2", "UCX"]
+"""Variables whose names start so travel to other machines. Clients append to this list before they start a job."""
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+class EnvironmentFileError(LaunchError, ValueError):
+    """A file of variables has a line that is not `NAME=VALUE`."""
+
+
+def parse_environment(text: str, source: str = "environment file") -> dict[str, str]:
+    """Read `NAME=VALUE` lines; blank lines and lines that start with `#` are skipped, `export ` in front is allowed.
+
+    A value that starts with a quote is read as a shell reads it; any other is taken as it stands, blanks inside and `=`
+    signs included.
+
+    Args:
+        text: the content of the file.
+        source: name of the file, for error texts.
+
+    Raises:
+        EnvironmentFileError: for every bad line at once, by number; never with its content, which may be secret.
+    """
+    values: dict[str, str] = {}
+    faults: list[str] = []
+    for number, raw in enumerate(text.split("\n"), 1):
+        line = raw.strip()
+        if not line or line.startswith("#"):
+            continue
+        name, equals, value = line.removeprefix("export ").lstrip().partition("=")
+        if not equals or not _NAME.fullmatch(name):
+            faults.append(f"line {number} is not NAME=VALUE (no blanks around '=')")
+            continue
+        try:
+            values[name] = _unquoted(value)
+        except ValueError:
+            faults.append(f"line {number}: the quotes of {name} do not close, or text follows them")
+    if faults:
+        raise EnvironmentFileError(f"{source}: {'; '.join(faults)}. Write one NAME=VALUE per line; '#' starts a comment.")
+    return values
+
+
+def _unquoted(value: str) -> str:
+    if not value.startswith(("'", '"')):
+        return value
+    (word,) = shlex.split(value)  # several words: ValueError, as for open quotes
+    return word
+
+
+def read_environment_files(name: str, folders: Iterable[Path]) -> dict[str, str]:
+    """Read the file `name` in each of `folders` where it exists; later folders win. An absolute `name` is read once.
+
+    Raises:
+        EnvironmentFileError: see `parse_environment`.
+    """
+    values: dict[str, str] = {}
+    for path in dict.fromkeys(folder / name for folder in folders):
+        if path.is_file():
+            found = parse_environment(path.read_text(encoding="utf-8"), str(path))
+            logger.info("%s sets %s", path, ", ".join(found) or "nothing")
+            values |= found
+    return values

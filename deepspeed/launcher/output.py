@@ -1,0 +1,145 @@
+"""What ranks print: passed on as it comes, with the last lines of each rank remembered for the report of a failure.
+
+    rank's stdout, stderr --pty or pipe--> pump (a thread each) --> the launcher's own stdout, stderr
+                                             |
+                                             +--> last bytes
+
+[Note: a rank cannot tell] A stream of ours that is a terminal is a terminal for the rank too (progress bars, colours); when
+both our streams are the same file, the rank's are one stream, so that its lines keep their order. With a log folder a
+rank writes to its file directly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import fcntl
+import os
+import termios
+import threading
+import tty
+from pathlib import Path
+from typing import Protocol
+
+from deepspeed.errors import LaunchError
+
+__all__ = ["LogFile", "LogFolderError", "PassedOn", "RankOutput", "last_lines", "log_paths"]
+
+_TAIL_NBYTES = 16384
+_TAIL_LINES = 20
+
+
+class LogFolderError(LaunchError, ValueError):
+    """The folder for the logs of ranks cannot be used."""
+
+
+class RankOutput(Protocol):
+    """Where one rank's output goes."""
+
+    def streams(self) -> tuple[int, int]:
+        """File descriptors that the rank gets as its stdout and stderr."""
+
+    def started(self) -> None:
+        """Called once the rank has the descriptors."""
+
+    def tail(self) -> str:
+        """The last lines the rank wrote; called after it has ended."""
+
+
+class PassedOn:
+    """Output passed on to the launcher's own streams."""
+
+    def __init__(self) -> None:
+        is_one = os.path.sameopenfile(1, 2)
+        self._pumps = [_Pump(1)] if is_one else [_Pump(1), _Pump(2)]
+
+    def streams(self) -> tuple[int, int]:
+        """See `RankOutput`."""
+        return self._pumps[0].given, self._pumps[-1].given
+
+    def started(self) -> None:
+        """See `RankOutput`."""
+        for pump in self._pumps:
+            pump.start()
+
+    def tail(self) -> str:
+        """See `RankOutput`. Waits until what the rank wrote has been passed on."""
+        for pump in self._pumps:
+            pump.join(timeout=1)  # longer only when somebody outside the job holds the stream, or ours is stuck
+        return "\n".join(filter(None, (last_lines(pump.seen()) for pump in self._pumps)))
+
+
+class LogFile:
+    """Output written to a file that holds both streams."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def streams(self) -> tuple[int, int]:
+        """See `RankOutput`."""
+        return self._fd, self._fd
+
+    def started(self) -> None:
+        """See `RankOutput`."""
+        os.close(self._fd)
+
+    def tail(self) -> str:
+        """See `RankOutput`."""
+        with self.path.open("rb") as file:
+            file.seek(max(0, self.path.stat().st_size - _TAIL_NBYTES))
+            return last_lines(file.read())
+
+
+class _Pump(threading.Thread):
+    """Copies one stream of a rank to the launcher's descriptor `target`."""
+
+    def __init__(self, target: int) -> None:
+        super().__init__(name=f"output-{target}", daemon=True)
+        self._target = target
+        self._source, self.given = _terminal_like(target) if os.isatty(target) else os.pipe()
+        self._seen = b""
+
+    def start(self) -> None:
+        os.close(self.given)  # the rank's copy is now the only one, so its end is the end of the stream
+        super().start()
+
+    def run(self) -> None:
+        # OSError: a terminal whose last writer is gone reads EIO; a target whose reader is gone, as in `deepspeed ... |
+        # head`, writes EPIPE. Closing the source then tells the rank the same.
+        with contextlib.suppress(OSError):
+            while chunk := os.read(self._source, 65536):
+                self._seen = (self._seen + chunk)[-_TAIL_NBYTES:]
+                while chunk:
+                    chunk = chunk[os.write(self._target, chunk) :]
+        os.close(self._source)
+
+    def seen(self) -> bytes:
+        return self._seen
+
+
+def _terminal_like(target: int) -> tuple[int, int]:
+    """A raw pseudo-terminal of the size of `target`: (our end, the rank's end)."""
+    ours, given = os.openpty()
+    tty.setraw(given)
+    fcntl.ioctl(given, termios.TIOCSWINSZ, fcntl.ioctl(target, termios.TIOCGWINSZ, b"\0" * 8))
+    return ours, given
+
+
+def last_lines(written: bytes, count: int = _TAIL_LINES) -> str:
+    """The last `count` lines of `written` that are not blank; of a progress bar, only its last state."""
+    lines = [line.rstrip("\r").rsplit("\r", 1)[-1] for line in written.decode(errors="replace").split("\n")]
+    return "\n".join([line for line in lines if line.strip()][-count:])
+
+
+def log_paths(folder: Path, ranks: list[int], now: datetime.datetime) -> list[Path]:
+    """One path per rank, `YYYYmmddHHMMSS_rank<N>.log`; makes `folder`.
+
+    Raises:
+        LogFolderError: when `folder` is a file or cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LogFolderError(f"--enable_each_rank_log {folder}: {error.strerror}; give a writable folder.") from error
+    return [folder / f"{now:%Y%m%d%H%M%S}_rank{rank}.log" for rank in ranks]

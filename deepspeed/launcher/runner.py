@@ -1,0 +1,260 @@
+"""The `deepspeed` command: decides what to start, starts it, and sees that nothing stays.
+
+```
+   arguments --> hostfile or this machine's devices --> filters and counts --> selection
+             --> address and port --> the launcher of this host, with its environment --> its exit status
+```
+
+Several hosts are chosen and checked here already; what reaches them is not built yet (`_refuse_unbuilt`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from deepspeed.common.logging import get_logger, set_log_level_from_string
+from deepspeed.errors import DeepSpeedError, LaunchError
+from deepspeed.launcher.arguments import DLTS_HOSTFILE, launch_argv, parse_runner_args
+from deepspeed.launcher.devices import count_devices, hides_all, parse_visible_devices, visible_devices_name
+from deepspeed.launcher.environment import DEEPSPEED_ENVIRONMENT_NAME, EXPORT_ENVS, read_environment_files
+from deepspeed.launcher.hostfile import (
+    ResourceError,
+    Slot,
+    decode_world_info,
+    encode_world_info,
+    fetch_hostfile,
+    parse_filter,
+    parse_inclusion_exclusion,
+    parse_resource_filter,
+    select_first,
+)
+from deepspeed.launcher.pidfile import pid_path
+from deepspeed.launcher.ports import DEFAULT_PORT, PortLease, lease_port
+from deepspeed.launcher.processes import adopting_orphans, end_processes, start_process
+
+__all__ = [
+    "DEEPSPEED_ENVIRONMENT_NAME",
+    "DLTS_HOSTFILE",
+    "EXPORT_ENVS",
+    "decode_world_info",
+    "encode_world_info",
+    "fetch_hostfile",
+    "main",
+    "parse_args",
+    "parse_inclusion_exclusion",
+    "parse_resource_filter",
+    "run",
+    "select_resources",
+]
+
+logger = get_logger("deepspeed.launcher.runner")  # also when the module runs as __main__
+
+parse_args = parse_runner_args
+
+Selection = dict[str, list[Slot]]
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Start a job and wait for its end; on success return, else exit with the status of the first rank that failed.
+
+    Args:
+        args: the words after `deepspeed`; None means those of this process, and errors are then printed instead of raised.
+
+    Raises:
+        LaunchError: the job cannot be started as asked (only with `args`).
+    """
+    try:
+        status = run(parse_args(args))
+    except DeepSpeedError as error:
+        if args is not None:
+            raise
+        logger.error("%s", error)
+        status = 1
+    if status:
+        sys.exit(status)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Start the job that `args` (of `parse_args`) describes, wait for its end and return its exit status.
+
+    Raises:
+        LaunchError: the job cannot be started as asked.
+    """
+    set_log_level_from_string("error" if args.quiet else args.log_level)
+    pool = fetch_hostfile(args.hostfile, is_required=args.hostfile != DLTS_HOSTFILE)
+    environ = {**os.environ, **read_environment_files(DEEPSPEED_ENVIRONMENT_NAME, (Path.home(), Path.cwd()))}
+    selection = select_resources(args, pool, environ)
+    _refuse_unbuilt(args, list(selection))
+    _check_node_rank(args, list(selection))
+    master_addr = args.master_addr or "127.0.0.1"
+    with _meeting_port(args, len(selection)) as lease:
+        ranks = sum(len(slots) for slots in selection.values())
+        logger.info("%d ranks on %s meet at %s:%d", ranks, ", ".join(selection), master_addr, lease.port)
+        save_pid = os.getpid() if args.save_pid else 0
+        status = _run_launcher(launch_argv(args, encode_world_info(selection), master_addr, lease.port, save_pid), environ)
+    if save_pid:
+        pid_path(save_pid).unlink(missing_ok=True)  # a launcher that was killed could not
+    return status
+
+
+def select_resources(args: argparse.Namespace, pool: Mapping[str, int] | None, environ: Mapping[str, str]) -> Selection:
+    """Slots per host, in rank order, that the job uses.
+
+    Args:
+        args: what `parse_args` returned.
+        pool: slots of each host of the hostfile; None means this machine alone.
+        environ: where the visible-devices variable is read, without a hostfile.
+
+    Raises:
+        ResourceError: filters and counts exclude each other, name what is not there, or leave nothing.
+    """
+    num_nodes, num_gpus = (None if count == -1 else count for count in (args.num_nodes, args.num_gpus))
+    if (args.include or args.exclude) and (num_nodes, num_gpus) != (None, None):
+        raise ResourceError(
+            "Cannot specify num_nodes/gpus with include/exclude: give --num_nodes and --num_gpus, or a filter, not both."
+        )
+    slots = _local_slots(args, environ) if pool is None else parse_inclusion_exclusion(pool, args.include, args.exclude)
+    selection = select_first(slots, num_nodes, num_gpus)
+    if not selection:
+        raise ResourceError("no slot is left to run on: exclude less, or include more.")
+    return selection
+
+
+def _local_slots(args: argparse.Namespace, environ: Mapping[str, str]) -> Selection:
+    """The slots of this machine that filters and the visible-devices variable leave."""
+    visible = environ.get(visible_devices_name(environ))
+    is_chosen = bool(args.include or args.exclude or args.num_gpus != -1 or args.num_nodes > 1)
+    if visible is not None and not hides_all(visible):
+        if not is_chosen:
+            logger.info("Detected VISIBLE_DEVICES=%s: setting --include=localhost:%s", visible, visible)
+            return {"localhost": parse_visible_devices(visible)}
+        logger.info("Detected VISIBLE_DEVICES=%s: ignored, as the command line chooses devices", visible)
+    if args.num_gpus != -1:
+        return {"localhost": []}  # `select_first` fills it: the count is the user's word
+    count = count_devices(environ)
+    if count == 0:
+        raise ResourceError("this machine has no device to run on; DS_ACCELERATOR=cpu runs on the CPU.")
+    if count is None:  # the CPU carries as many ranks as are named
+        named = parse_filter(args.include, "--include").get("localhost") or [0]
+        count = max(named) + 1
+    return parse_inclusion_exclusion({"localhost": count}, args.include, args.exclude)
+
+
+def _refuse_unbuilt(args: argparse.Namespace, hosts: Sequence[str]) -> None:
+    """Say which of the things asked for this version cannot do; the one list of them.
+
+    Raises:
+        LaunchError: there is such a thing.
+    """
+    for flag, instead in (
+        ("elastic_training", "start with a fixed number of hosts"),
+        ("autotuning", "set micro-batch and ZeRO stage by hand"),
+    ):
+        if getattr(args, flag):
+            raise LaunchError(f"--{flag} is not built yet in this version: {instead}.")
+    if args.no_ssh:
+        return
+    far = [host for host in hosts if not _is_this_machine(host)]
+    if args.force_multi or len(hosts) > 1 or far:
+        raise LaunchError(
+            f"this job needs --launcher {args.launcher} for {', '.join(far or hosts)}: starting ranks on other hosts is not "
+            "built yet in this version. Run the same command on each host with --no_ssh --node_rank N --master_addr ADDRESS, "
+            "or use torchrun there, or choose slots of this machine only (--include localhost)."
+        )
+
+
+def _is_this_machine(host: str) -> bool:
+    """Whether `host` is a name or address of this machine: one that a socket here can be bound to."""
+    if host in ("localhost", socket.gethostname()):
+        return True
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
+
+
+def _check_node_rank(args: argparse.Namespace, hosts: Sequence[str]) -> None:
+    if not args.no_ssh:
+        return
+    if not 0 <= args.node_rank < len(hosts):
+        raise ResourceError(f"--no_ssh with --node_rank {args.node_rank}: give 0 to {len(hosts) - 1}, another on each host.")
+    if len(hosts) > 1 and not args.master_addr:
+        raise ResourceError(
+            f"--no_ssh on {len(hosts)} hosts needs --master_addr: the address of {hosts[0]}, the same everywhere."
+        )
+
+
+def _meeting_port(args: argparse.Namespace, hosts: int) -> PortLease:
+    """The port of the job; on several hosts it must be the same everywhere, so it is never chosen here."""
+    if hosts == 1:
+        return lease_port(args.master_port)
+    port = args.master_port or DEFAULT_PORT
+    return lease_port(port) if args.node_rank == 0 else PortLease(port, None)
+
+
+def _run_launcher(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Run this host's launcher to its end, passing on requests to end; return its exit status."""
+    logger.debug("cmd = %s", argv)
+    with adopting_orphans(), _Requests() as requests:
+        launcher = start_process(argv, environ, signal.SIGTERM)
+        requests.pass_on_to(launcher)
+        others = {child.pid for child in psutil.Process().children()} - {launcher.pid}
+        code = launcher.wait()
+        if code < 0:  # its ranks died with it; what they had started is ours now
+            logger.error(
+                "the launcher was ended by signal %d (%s), and its ranks with it", -code, signal.Signals(-code).name
+            )
+            end_processes(spared=others, seconds=1)
+    return 128 - code if code < 0 else code
+
+
+class _Requests:
+    """Requests to end (SIGINT, SIGTERM, SIGHUP) go to the launcher, which ends the job; ignored ones stay ignored.
+
+    Python calls handlers in the main thread only; in another thread this does nothing.
+    """
+
+    def __init__(self) -> None:
+        self._early: list[int] = []
+        self._launcher: subprocess.Popen[bytes] | None = None
+        self._before: dict[signal.Signals, signal._HANDLER] = {}
+
+    def __enter__(self) -> _Requests:
+        if threading.current_thread() is threading.main_thread():
+            for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(signum) is not signal.SIG_IGN:
+                    self._before[signum] = signal.signal(signum, self._received)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+
+    def pass_on_to(self, launcher: subprocess.Popen[bytes]) -> None:
+        self._launcher = launcher
+        for signum in self._early:
+            launcher.send_signal(signum)
+
+    def _received(self, signum: int, _frame: FrameType | None) -> None:
+        if self._launcher is None:
+            self._early.append(signum)
+        else:
+            self._launcher.send_signal(signum)
+
+
+if __name__ == "__main__":
+    main()
