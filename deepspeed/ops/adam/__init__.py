@@ -1,0 +1,6 @@
+"""Adam and AdamW: `FusedAdam` for the device the parameters are on, `DeepSpeedCPUAdam` for state kept on the host."""
+
+from deepspeed.ops.adam.cpu_adam import DeepSpeedCPUAdam
+from deepspeed.ops.adam.fused_adam import FusedAdam
+
+__all__ = ["DeepSpeedCPUAdam", "FusedAdam"]

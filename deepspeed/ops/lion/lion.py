@@ -1,0 +1,88 @@
+"""The Lion optimizer: the sign of an interpolated momentum, with decoupled weight decay.
+
+    update   = sign(beta1 * m + (1 - beta1) * g)
+    p        = p - lr * (update + weight_decay * p)
+    m        = beta2 * m + (1 - beta2) * g
+
+Source: arXiv:2302.06675, algorithm 2.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from deepspeed.ops.optimizer import Group, GroupOptimizer, ParamsT, batches
+
+
+class _Lion(GroupOptimizer):
+    """State per parameter: `exp_avg` and `step`."""
+
+    state_keys: ClassVar[tuple[str, ...]] = ("exp_avg",)
+
+    def _step_group(self, group: Group) -> None:
+        lr, (beta1, beta2) = group["lr"], group["betas"]
+        for _, batch in batches(self._with_gradient(group), self.state_keys):
+            momenta = [momentum for (momentum,) in batch.states]
+            torch._foreach_add_(batch.steps, 1)
+            updates = torch._foreach_lerp(momenta, batch.grads, 1 - beta1)
+            torch._foreach_sign_(updates)
+            torch._foreach_mul_(batch.params, 1 - lr * group["weight_decay"])
+            torch._foreach_add_(batch.params, updates, alpha=-lr)
+            torch._foreach_lerp_(momenta, batch.grads, 1 - beta2)
+            batch.write_back()
+
+
+class FusedLion(_Lion):
+    """Lion on the device that holds the parameters.
+
+    Args:
+        params: parameters, named parameters, or parameter groups.
+        lr: learning rate.
+        betas: weight of the momentum in the update, and decay of the momentum.
+        weight_decay: decay of the parameters, decoupled from the update.
+        set_grad_none: `zero_grad()` drops gradients instead of filling them with zeros.
+
+    Raises:
+        ValueError: a hyperparameter is outside its range.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+    ) -> None:
+        defaults: Group = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}
+        super().__init__(params, defaults, set_grad_none=set_grad_none)
+
+
+class DeepSpeedCPULion(_Lion):
+    """Lion on the CPU; it may be built on a model elsewhere, but steps only on parameters that lie in host memory.
+
+    Args:
+        model_params: parameters, named parameters, or parameter groups.
+        lr: learning rate.
+        betas: weight of the momentum in the update, and decay of the momentum.
+        weight_decay: decay of the parameters, decoupled from the update.
+        fp32_optimizer_states: keep the momentum in float32 for 16-bit parameters; False gives it the parameter's dtype.
+
+    Raises:
+        ValueError: a hyperparameter is outside its range.
+    """
+
+    host_only = True
+
+    def __init__(
+        self,
+        model_params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        defaults: Group = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}
+        super().__init__(model_params, defaults, fp32_states=fp32_optimizer_states)
