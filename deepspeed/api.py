@@ -1,0 +1,134 @@
+"""The public entry points: `initialize`, `add_config_arguments`.
+
+args, model, config ---> comm.world (process group) ---> config (every fault at once) ---> topology.mesh
+---> engine.build (chooses the parts) ---> engine, optimizer, loader, schedule
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import Dataset
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.world import get_rank, get_world_size, init_distributed
+from deepspeed.common.logging import log_dist, set_log_level_from_string
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.config.arguments import add_config_arguments as _add_config_arguments
+from deepspeed.config.arguments import config_from_args
+from deepspeed.config.load import load_config
+from deepspeed.engine.build import EngineRequest, build_engine
+from deepspeed.engine.engine import DeepSpeedEngine
+from deepspeed.errors import ArgumentError
+from deepspeed.topology import ParallelMesh
+from deepspeed.topology.groups import set_mesh
+from deepspeed.version import __version__
+
+DeepSpeedOptimizerCallable = Callable[[Iterable[nn.Parameter]], Optimizer]
+DeepSpeedSchedulerCallable = Callable[[Optimizer], Any]
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | DeepSpeedOptimizerCallable | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    distributed_port: int | str = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Any = None,
+    mesh_param: tuple[int, ...] | None = None,
+    config_params: Any = None,
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:
+    """Wrap `model` so that all ranks train it as one process would.
+
+    Call on every rank. Collective: starts the process group unless there is one, and copies rank 0's weights to all.
+    The model's parameters become views of flat buffers, in the dtype that the config asks for.
+
+    Args:
+        args: anything with a `deepspeed_config` (path, base64 or dict) and perhaps `local_rank`; a dict works too.
+        model: the module to train.
+        optimizer: a torch optimizer, or a callable that takes the parameters; wins over the config's.
+        model_parameters: parameters or group dicts for the optimizer; all trainable parameters if left out.
+        training_data: a dataset; the third result is a loader of this rank's micro-batches.
+        lr_scheduler: a schedule, or a callable that takes the torch optimizer; wins over the config's.
+        distributed_port: port of the rendezvous when it has to be made here.
+        mpu: an object with `get_data_parallel_rank()` and the like, when the caller made the groups.
+        dist_init_required: False refuses to start a process group; None starts one when needed.
+        collate_fn: for the loader.
+        config: dict, path of a JSON or HJSON file, or base64.
+        mesh_param: sizes of (data, sequence) parallelism.
+        config_params: the same as `config`, under its older name.
+
+    Returns:
+        (engine, optimizer or None, loader or None, schedule or None)
+
+    Raises:
+        ArgumentError: no model, no config or two of them.
+        ConfigError: everything that is wrong with the config.
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"initialize(model={model!r}): a torch.nn.Module is needed. Pass the model to train.")
+    source = _one_config(args, config, config_params)
+    init_distributed(
+        dist_backend=get_accelerator().communication_backend_name(),
+        distributed_port=distributed_port,
+        dist_init_required=dist_init_required,
+        verbose=False,
+    )
+    dp_world_size = mpu.get_data_parallel_world_size() if hasattr(mpu, "get_data_parallel_world_size") else get_world_size()
+    parsed = DeepSpeedConfig(source, mpu=mpu, dp_world_size=dp_world_size)
+    if mesh_param is not None:
+        raise ArgumentError(f"initialize(mesh_param={mesh_param}): sequence parallelism is not built yet. Leave it out.")
+    if parsed.log_level is not None:
+        set_log_level_from_string(parsed.log_level)
+    log_dist(f"DeepSpeed info: version={__version__}, world size {get_world_size()}, {get_accelerator().device_name()}")
+    mesh = ParallelMesh.build(get_world_size(), get_rank()) if mpu is None else ParallelMesh.from_mpu(mpu)
+    set_mesh(mesh)
+    engine = build_engine(
+        EngineRequest(
+            module=model,
+            config=parsed,
+            mesh=mesh,
+            optimizer=optimizer,
+            model_parameters=None if model_parameters is None else list(model_parameters),
+            training_data=training_data,
+            lr_scheduler=lr_scheduler,
+            collate_fn=collate_fn,
+            mpu=mpu,
+        )
+    )
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _one_config(args: Any, config: Any, config_params: Any) -> Any:
+    given = {"config": config, "config_params": config_params, "args.deepspeed_config": config_from_args(args)}
+    found = {name: value for name, value in given.items() if value is not None}
+    if len(found) != 1:
+        names = " and ".join(found) or "nothing"
+        raise ArgumentError(
+            f"initialize() got its config from {names}: exactly one source is needed. Pass config=<dict, path or base64>, "
+            "or --deepspeed_config on the command line."
+        )
+    return next(iter(found.values()))
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add `--deepspeed` and `--deepspeed_config` to a script's parser and return it."""
+    return _add_config_arguments(parser)
+
+
+def load_ds_config(config: Any) -> Mapping[str, Any]:
+    """The dict behind a path, base64 text or dict, before any check of its keys.
+
+    Raises:
+        ConfigError: not readable, or a key given twice.
+    """
+    return load_config(config)

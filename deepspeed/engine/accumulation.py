@@ -1,0 +1,74 @@
+"""Counting micro-batches, and the one answer to "is this the accumulation boundary?".
+
+    micro_steps   0   1   2   3 | 4   5   6   7 |      gradient_accumulation_steps = 4
+    boundary      .   .   .   x | .   .   .   x |      unless the caller sets it, or owns it altogether
+
+Three modes, checked in this order:
+  set        `set_boundary(bool)`: the caller's word holds until the next call (Accelerate sets it before every backward);
+  unmanaged  `managed_gradient_accumulation: false`: every `step()` is a boundary, no backward knows whether it is one;
+  counted    every `steps`-th micro-batch.
+
+The sum over a window is divided by `divisor` once, where the update is made. A backward with `scale_wrt_gas=False` says that
+its loss is divided already. All backward calls of a window usually agree; where they do not, the later ones carry the
+difference on their loss.
+"""
+
+from __future__ import annotations
+
+from deepspeed.errors import UsageError
+
+
+class Accumulation:
+    """Micro-step counter of one engine. All counters are plain ints that a client may write."""
+
+    def __init__(self, steps: int, *, is_managed: bool = True) -> None:
+        self.steps = steps
+        self.is_managed = is_managed
+        self.micro_steps = 0
+        self._set: bool | None = None
+        self._window_divisor: int | None = None
+
+    def set_boundary(self, is_boundary: bool) -> None:
+        """Take the caller's word for every micro-batch from now on.
+
+        Raises:
+            UsageError: in unmanaged mode, where every `step()` is a boundary already.
+        """
+        if not self.is_managed:
+            raise UsageError(
+                f"set_gradient_accumulation_boundary({is_boundary}) with managed_gradient_accumulation=false: every step() "
+                "updates in that mode. Call step() only when you want an update, or drop managed_gradient_accumulation."
+            )
+        self._set = bool(is_boundary)
+
+    @property
+    def is_step_boundary(self) -> bool:
+        """Whether `step()` called now updates the weights."""
+        if self._set is not None:
+            return self._set
+        return not self.is_managed or (self.micro_steps + 1) % self.steps == 0
+
+    @property
+    def is_backward_boundary(self) -> bool:
+        """Whether a backward that starts now is known to be the last before the update, so that it may reduce."""
+        return self.is_managed and self.is_step_boundary
+
+    def loss_factor(self, *, scale_wrt_gas: bool) -> float:
+        """What the loss of a backward must be multiplied by so that dividing by `divisor` at the update is right."""
+        wanted = self._steps_divisor if scale_wrt_gas else 1
+        if self._window_divisor is None:
+            self._window_divisor = wanted
+        return self._window_divisor / wanted
+
+    @property
+    def divisor(self) -> int:
+        """What this window's sum of gradients is divided by at the update."""
+        return self._steps_divisor if self._window_divisor is None else self._window_divisor
+
+    @property
+    def _steps_divisor(self) -> int:
+        return self.steps if self.is_managed else 1
+
+    def close_window(self) -> None:
+        """The update was made or skipped: the next backward opens a new window."""
+        self._window_divisor = None

@@ -1,0 +1,283 @@
+"""Config and model become parts, parts become an engine: the one place that chooses.
+
+module --> device, frozen parameters and buffers in the model's dtype
+--> optimizer (client's object, client's callable, or the config's)
+--> flat groups: one per optimizer group and dtype (embedding tables with sparse gradients apart)
+--> rank 0's values on every rank
+--> gradient buffers, hooks, masters, the engine's optimizer
+--> schedule, loader, report --> engine
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator.memory import see_memory_usage
+from deepspeed.comm.algorithms import flat_all_reducer
+from deepspeed.comm.world import get_local_rank
+from deepspeed.common.logging import get_logger
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.config.batch import BatchSizes
+from deepspeed.engine.accumulation import Accumulation
+from deepspeed.engine.engine import DeepSpeedEngine
+from deepspeed.engine.loader import build_loader
+from deepspeed.engine.loss_guard import LossGuard
+from deepspeed.engine.parts import EngineParts
+from deepspeed.engine.report import StepReport
+from deepspeed.errors import ArgumentError, UnbuiltFeatureError
+from deepspeed.monitor import MonitorMaster
+from deepspeed.optim.build import build_optimizer, build_scheduler
+from deepspeed.optim.elementwise import is_elementwise
+from deepspeed.precision.loss_scaler import LossScaler, build_loss_scaler
+from deepspeed.precision.policy import DtypePolicy, cast_module
+from deepspeed.topology import AxisGroup, ParallelMesh
+from deepspeed.zero.flat import FlatGroup, NamedParameter
+from deepspeed.zero.master import MasterWeights
+from deepspeed.zero.optimizer import ZeroOptimizer
+from deepspeed.zero.reducer import GradientReducer
+from deepspeed.zero.state_io import carry_state
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """What `deepspeed.initialize` was asked for, resolved."""
+
+    module: nn.Module
+    config: DeepSpeedConfig
+    mesh: ParallelMesh
+    optimizer: Any = None
+    model_parameters: list[Any] | None = None
+    training_data: Any = None
+    lr_scheduler: Any = None
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    mpu: Any = None
+
+
+def build_engine(request: EngineRequest) -> DeepSpeedEngine:
+    """Choose the parts and join them. Collective over the data-parallel ranks."""
+    config, mesh = request.config, request.mesh
+    _refuse_unbuilt(mesh)
+    device = torch.device(get_accelerator().device_name(get_local_rank()))
+    module = request.module.to(device)
+    policy = DtypePolicy.from_config(config)
+    scaler = build_loss_scaler(config)
+    batch = BatchSizes(config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps)
+    accumulation = Accumulation(batch.accumulation, is_managed=config.managed_gradient_accumulation)
+    guard = LossGuard(scaler)
+    basic = _basic_optimizer(request)
+    trained = _train_parts(request, basic, policy, scaler, accumulation, guard) if basic is not None else None
+    cast_module(module, policy)
+    _copy_from_first_rank(module, trained, mesh.data_parallel)
+    report = StepReport(
+        config,
+        MonitorMaster(config),
+        mesh.data_parallel,
+        batch_size=batch.train,
+        synchronize=get_accelerator().synchronize,
+        mark_memory=lambda label: see_memory_usage(label, force=True),
+    )
+    parts = EngineParts(
+        module=module,
+        config=config,
+        mesh=mesh,
+        device=device,
+        batch=batch,
+        accumulation=accumulation,
+        loss_guard=guard,
+        report=report,
+        communication_data_type=policy.communication,
+        optimizer=trained,
+        reducer=trained.reducer if trained is not None else None,
+        basic_optimizer=basic,
+        client_optimizer=request.optimizer,
+        lr_scheduler=_schedule(request, basic),
+        client_lr_scheduler=request.lr_scheduler,
+        dataloader=_loader(request, batch, report),
+        collate_fn=request.collate_fn,
+        mpu=request.mpu,
+        input_dtype=torch.float16 if config.fp16.enabled and config.fp16.auto_cast else None,
+        autocast_dtype=policy.autocast,
+        unmanaged=_unmanaged(module, trained),
+    )
+    engine = DeepSpeedEngine(parts)
+    if config.dump_state:
+        _dump(engine)
+    if config.disable_python_gc:
+        gc.collect()
+        gc.disable()
+    return engine
+
+
+def _refuse_unbuilt(mesh: ParallelMesh) -> None:
+    for axis in ("tensor", "pipe", "sequence"):
+        if mesh.axis(axis).size > 1:
+            raise UnbuiltFeatureError(
+                f"the mpu given to initialize() has a {axis}-parallel size of {mesh.axis(axis).size}, which is not "
+                "built yet. Use data parallelism only (no mpu), or wait for the version that has it."
+            )
+
+
+# -- optimizer and schedule -------------------------------------------------------------------------------------------
+
+
+def _basic_optimizer(request: EngineRequest) -> Optimizer | None:
+    optimizer, block = request.optimizer, request.config.optimizer
+    parameters = request.model_parameters
+    if parameters is None:
+        parameters = [p for p in request.module.parameters() if p.requires_grad]
+    if optimizer is None:
+        return build_optimizer(block, parameters) if block is not None and parameters else None
+    if isinstance(optimizer, Optimizer):
+        return optimizer
+    if not callable(optimizer):
+        raise ArgumentError(
+            f"initialize(optimizer=...) got a {type(optimizer).__name__}: a torch.optim.Optimizer, or a callable that takes "
+            "the parameters and returns one, is needed."
+        )
+    made = optimizer(parameters)
+    if not isinstance(made, Optimizer):
+        raise ArgumentError(f"the optimizer callable returned a {type(made).__name__}: a torch.optim.Optimizer is needed.")
+    return made
+
+
+def _schedule(request: EngineRequest, basic: Optimizer | None) -> Any:
+    scheduler = request.lr_scheduler
+    if scheduler is None:
+        block = request.config.scheduler
+        return build_scheduler(block, basic) if block is not None and basic is not None else None
+    if callable(scheduler) and not hasattr(scheduler, "step"):
+        if basic is None:
+            raise ArgumentError("initialize(lr_scheduler=<callable>) without an optimizer: there are no rates to schedule.")
+        return scheduler(basic)
+    return scheduler
+
+
+def _loader(request: EngineRequest, batch: BatchSizes, report: StepReport) -> Any:
+    if request.training_data is None:
+        return None
+    return build_loader(
+        request.training_data,
+        request.config,
+        request.mesh,
+        batch_size=batch.micro,
+        collate_fn=request.collate_fn,
+        throughput=report.throughput,
+    )
+
+
+# -- flat groups ------------------------------------------------------------------------------------------------------
+
+
+def _train_parts(
+    request: EngineRequest,
+    basic: Optimizer,
+    policy: DtypePolicy,
+    scaler: LossScaler,
+    accumulation: Accumulation,
+    guard: LossGuard,
+) -> ZeroOptimizer:
+    config, axis = request.config, request.mesh.data_parallel
+    flats = list(_flat_groups(request, basic, policy))
+    for flat in flats:
+        flat.attach_gradients(
+            flat_all_reducer(
+                flat.layout.numel,
+                policy.grad_accumulation_for(flat.parameters_F.dtype),
+                flat.parameters_F.device,
+                axis.group,
+                communication_dtype=policy.communication_for(flat.parameters_F.dtype),
+                prescale=config.prescale_gradients,
+                predivide_factor=config.gradient_predivide_factor,
+            )
+        )
+    reducer = GradientReducer(
+        flats,
+        axis,
+        is_boundary=lambda: accumulation.is_backward_boundary,
+        check_scaled=guard.check if config.fp16.enabled else None,
+        is_overlapped=config.zero_optimization.overlap_comm is not False,
+    )
+    client_state = {p: state for p, state in basic.state.items() if state}
+    master = MasterWeights(flats, basic, is_elementwise=is_elementwise(basic))
+    carry_state(master, client_state)
+    return ZeroOptimizer(
+        master,
+        reducer,
+        scaler,
+        clip=config.gradient_clipping,
+        gradient_multiplier=float(axis.size) if config.gradient_allreduce_op == "sum" else 1.0,
+        skips_nonfinite=config.bf16.check_overflow if config.bf16.enabled else True,
+    )
+
+
+def _flat_groups(request: EngineRequest, basic: Optimizer, policy: DtypePolicy) -> Iterator[FlatGroup]:
+    """One flat group per optimizer group, dtype and kind of gradient, over the trainable parameters that it holds."""
+    names = {id(p): NamedParameter(name, p, order) for order, (name, p) in enumerate(request.module.named_parameters())}
+    sparse = _row_sparse(request.module, every=request.config.sparse_gradients)
+    for index, group in enumerate(basic.param_groups):
+        by_kind: dict[tuple[torch.dtype, torch.dtype, bool], list[NamedParameter]] = {}
+        for param in group["params"]:
+            if not param.requires_grad:
+                continue
+            member = names.get(id(param))
+            if member is None:
+                raise ArgumentError(
+                    f"the optimizer's group {index} holds a parameter of shape {tuple(param.shape)} that is not in the "
+                    "model. Build the optimizer from the parameters of the same model object."
+                )
+            dtype = policy.param_for(param)
+            by_kind.setdefault((dtype, policy.master_for(param), id(param) in sparse), []).append(member)
+        for (param_dtype, master_dtype, is_row_sparse), members in by_kind.items():
+            yield FlatGroup(
+                sorted(members, key=lambda m: m.order),
+                group_index=index,
+                param_dtype=param_dtype,
+                master_dtype=master_dtype,
+                bucket_numel=1 if is_row_sparse else request.config.zero_optimization.reduce_bucket_size,
+                is_row_sparse=is_row_sparse,
+            )
+
+
+def _row_sparse(module: nn.Module, *, every: bool) -> set[int]:
+    tables = [m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    return {id(table.weight) for table in tables if every or table.sparse}
+
+
+def _unmanaged(module: nn.Module, trained: ZeroOptimizer | None) -> tuple[nn.Parameter, ...]:
+    if trained is None:
+        return ()
+    managed = {id(member.param) for flat in trained.master.flats for member in flat.members}
+    return tuple(p for p in module.parameters() if p.requires_grad and id(p) not in managed)
+
+
+def _copy_from_first_rank(module: nn.Module, trained: ZeroOptimizer | None, axis: AxisGroup) -> None:
+    """Give every rank of `axis` the values of its first rank: masters, other parameters, buffers."""
+    if axis.size == 1:
+        return
+    flats = trained.master.flats if trained is not None else ()
+    managed = {id(member.param) for flat in flats for member in flat.members}
+    others = [p.detach() for p in module.parameters() if id(p) not in managed] + list(module.buffers())
+    with torch.no_grad():
+        for tensor in [flat.master_F for flat in flats] + others:
+            if tensor.numel():
+                comm.broadcast(tensor, src=axis.ranks[0], group=axis.group)
+        if trained is not None:
+            trained.master.refresh_parameters()
+
+
+def _dump(engine: DeepSpeedEngine) -> None:
+    if engine.global_rank == 0:
+        shown = {"world_size": engine.world_size, "device": engine.device, "optimizer": engine.optimizer}
+        for name, value in {**shown, **engine.config}.items():
+            logger.info("dump_state: %s = %s", name, value)

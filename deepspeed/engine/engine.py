@@ -1,0 +1,308 @@
+"""The engine: owns everything after the forward.
+
+    loss = engine(batch)      the user's module, under autocast where asked for
+    engine.backward(loss)     x loss scale; autograd; gradients become their mean over ranks at the boundary  (zero.reducer)
+    engine.step()             at the boundary: norm, unscale, clip, update, schedule, report; else it only counts
+
+Everything that is chosen is chosen in `engine.build` and handed in; this file reads like the paragraph in the guide.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.common.logging import warn_once
+from deepspeed.common.pytree import map_tensors
+from deepspeed.engine.config_access import ConfigAccess
+from deepspeed.engine.members import CompatibleMembers
+from deepspeed.engine.parts import EngineParts
+from deepspeed.engine.report import BACKWARD, BACKWARD_ALLREDUCE, BACKWARD_INNER, FORWARD, STEP, StepSummary
+from deepspeed.engine.save_load import CheckpointMembers
+from deepspeed.errors import ArgumentError, UsageError
+
+_GC_EVERY_STEPS = 100
+_NO_OPTIMIZER = "on an engine without an optimizer. Give initialize() an optimizer to train."
+
+
+class DeepSpeedEngine(ConfigAccess, CompatibleMembers, CheckpointMembers, nn.Module):
+    """A model with its optimizer, schedule and data, trained over all ranks as one process would train it.
+
+    Made by `deepspeed.initialize`. `engine.module` is the user's module, the same object. A name that the engine does not
+    have is looked up on the module.
+    """
+
+    def __init__(self, parts: EngineParts) -> None:
+        super().__init__()
+        self.module = parts.module
+        self._parts = parts
+        self._config = parts.config
+        self.optimizer = parts.optimizer
+        self.lr_scheduler = parts.lr_scheduler
+        self.training_dataloader = parts.dataloader
+        self.global_steps = self.global_samples = self.skipped_steps = 0
+        self._was_step_applied = False
+        self._in_no_sync = False
+
+    # -- one micro-batch ----------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module. Inputs in any container; the module's own output object comes back."""
+        parts = self._parts
+        if parts.reducer is not None and parts.reducer.is_running:
+            parts.reducer.abandon()  # an exception had cut the last backward short
+        report = parts.report
+        report.mark("before forward")
+        if self.training:
+            report.throughput.start()
+        report.timers(FORWARD).start()
+        if parts.input_dtype is not None:
+            args, kwargs = (map_tensors(self._cast_input, tree) for tree in (args, kwargs))
+        with self._autocast():
+            output = self.module(*args, **kwargs)
+        report.timers(FORWARD).stop()
+        report.mark("after forward")
+        return output
+
+    def _cast_input(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._parts.input_dtype) if tensor.is_floating_point() else tensor
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        block, device_type = self._config.torch_autocast, self._parts.device.type
+        if block.enabled:
+            return torch.autocast(device_type, dtype=self._parts.autocast_dtype)
+        if torch.is_autocast_enabled(device_type):
+            warn_once(
+                "outer autocast",
+                "torch.autocast around the engine is switched off inside it, because the config does not enable "
+                "torch_autocast. Enable that block instead of wrapping the call.",
+            )
+            return torch.autocast(device_type, enabled=False)
+        return contextlib.nullcontext()
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **kwargs: Any) -> Tensor:
+        """Compute gradients of `loss`; at the accumulation boundary they become the mean over ranks.
+
+        Collective over the data-parallel ranks at a boundary.
+
+        Args:
+            loss: scalar with a graph.
+            retain_graph: as in `Tensor.backward`.
+            scale_wrt_gas: divide by the accumulation steps; False when the caller has divided already.
+            **kwargs: passed on to `Tensor.backward`.
+
+        Returns:
+            The loss, divided by the accumulation steps unless `scale_wrt_gas` is False; without a graph.
+
+        Raises:
+            ArgumentError: no optimizer, or a loss that is not a scalar with a graph.
+        """
+        parts = self._parts
+        if parts.reducer is None:
+            raise ArgumentError(f"engine.backward() {_NO_OPTIMIZER}")
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise ArgumentError(
+                f"engine.backward() needs a scalar loss with a graph, got {_describe(loss)}. Reduce it (for example "
+                "loss.mean()) and make sure it was computed with gradients enabled."
+            )
+        report, timers, accumulation = parts.report, parts.report.timers, parts.accumulation
+        divisor = accumulation.steps if accumulation.is_managed else 1
+        scaled = parts.loss_guard.scale(loss, accumulation.loss_factor(scale_wrt_gas=scale_wrt_gas))
+        report.add_loss(loss, 1.0 if scale_wrt_gas else float(divisor))
+        report.mark("before backward")
+        timers(BACKWARD).start()
+        timers(BACKWARD_INNER).start()
+
+        def autograd() -> None:
+            scaled.backward(retain_graph=retain_graph, **kwargs)
+            timers(BACKWARD_INNER).stop()
+            timers(BACKWARD_ALLREDUCE).start()
+
+        parts.reducer.drive(autograd)
+        timers(BACKWARD_ALLREDUCE).stop()
+        timers(BACKWARD).stop()
+        report.mark("after backward")
+        return loss.detach() / divisor if scale_wrt_gas and divisor != 1 else loss.detach()
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """`loss` with the fp16 loss scale on it, for `engine.scale(loss).backward()`; the same loss outside fp16."""
+        return self._parts.loss_guard.scale(loss)
+
+    # -- the update ---------------------------------------------------------------------------------------------------
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """Count the micro-batch; at the accumulation boundary update the weights and move the schedule.
+
+        Call on every micro-batch, on every rank. Collective over the data-parallel ranks at a boundary.
+
+        Args:
+            lr_kwargs: keyword arguments for the schedule's `step`.
+
+        Raises:
+            ArgumentError: no optimizer, or inside `no_sync()`.
+            NonFiniteError: values stay non-finite although the loss scale is at its floor.
+        """
+        if self.optimizer is None:
+            raise ArgumentError(f"engine.step() {_NO_OPTIMIZER}")
+        if self._in_no_sync:
+            raise ArgumentError("engine.step() inside engine.no_sync(). Leave the context first: a step reduces gradients.")
+        parts = self._parts
+        is_boundary = parts.accumulation.is_step_boundary
+        self._was_step_applied = False
+        if is_boundary:
+            parts.report.timers(STEP).start()
+            parts.report.mark("before step")
+            self._update(lr_kwargs or {})
+        parts.accumulation.micro_steps += 1
+        parts.report.throughput.stop(global_step=is_boundary)
+
+    def _update(self, lr_kwargs: dict[str, Any]) -> None:
+        parts = self._parts
+        assert self.optimizer is not None  # step() asked
+        self._was_step_applied = self.optimizer.update(parts.accumulation.divisor, self.global_steps + 1)
+        if not self._was_step_applied:
+            self.skipped_steps += 1
+        elif self.lr_scheduler is not None:
+            self.lr_scheduler.step(**lr_kwargs)
+        for param in parts.unmanaged:
+            param.grad = None
+        parts.accumulation.close_window()
+        parts.loss_guard.reset()
+        self.global_steps += 1
+        self.global_samples += parts.batch.train
+        parts.report.timers(STEP).stop()
+        parts.report.mark("after step")
+        self._report()
+        if self._config.disable_python_gc and self.global_steps % _GC_EVERY_STEPS == 0:
+            self.collect_python_gc()
+
+    def _report(self) -> None:
+        report = self._parts.report
+        if report.is_due(self.global_steps):
+            is_scaled = self._config.fp16.enabled
+            report.step_done(
+                StepSummary(
+                    global_step=self.global_steps,
+                    global_samples=self.global_samples,
+                    skipped_steps=self.skipped_steps,
+                    lr=self.get_lr(),
+                    mom=self.get_mom(),
+                    loss_scale=self._parts.loss_guard.scaler.scale if is_scaled else None,
+                    grad_norm=self.get_global_grad_norm(),
+                    loss=report.mean_loss(),
+                )
+            )
+        report.log_timers(self.global_steps)
+        report.close_window()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop every accumulated gradient."""
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+        for param in self._parts.unmanaged:
+            param.grad = None
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step()` changed the weights: False between boundaries and for a skipped step."""
+        return self._was_step_applied
+
+    # -- accumulation -------------------------------------------------------------------------------------------------
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the current micro-batch is the last before the update."""
+        return self._parts.accumulation.is_step_boundary
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say for every micro-batch from now on whether it is the last before the update."""
+        self._parts.accumulation.set_boundary(is_boundary)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside only accumulate; the next one outside reduces what they left.
+
+        Raises:
+            ArgumentError: entered twice.
+        """
+        if self._in_no_sync:
+            raise ArgumentError("engine.no_sync() inside engine.no_sync(). One level is enough.")
+        self._in_no_sync = True
+        try:
+            with self.coalesce_grad_reduction():
+                yield
+        finally:
+            self._in_no_sync = False
+
+    @contextlib.contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Several backward passes, one reduction: at `step()`, or at the next backward outside."""
+        reducer = self._parts.reducer
+        if reducer is None:
+            yield
+            return
+        before, reducer.sync_enabled = reducer.sync_enabled, False
+        try:
+            yield
+        finally:
+            reducer.sync_enabled = before
+
+    def allreduce_gradients(self, bucket_size: int | None = None) -> None:
+        """Reduce what has been accumulated, now. Collective. `bucket_size` is accepted; buckets were planned at start."""
+        if self._parts.reducer is not None:
+            self._parts.reducer.reduce()
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    def compile(self, backend: Any = None, compile_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """Compile the module in place; parameter names stay as they are.
+
+        Raises:
+            UsageError: `schedule` or `compiled_autograd_enabled`, which belong to features not built yet.
+        """
+        asked = [name for name, value in kwargs.items() if value]
+        if asked:
+            raise UsageError(f"engine.compile({', '.join(asked)}=...) is not built yet. Leave it out.")
+        self.module.compile(backend=backend or get_accelerator().get_compile_backend(), **(compile_kwargs or {}))
+        self._is_compiled = True
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `compile()` was called."""
+        return self.__dict__.get("_is_compiled", False)
+
+    def destroy(self) -> None:
+        """Take hooks off and free gradient buffers; the module keeps its weights and may be wrapped again."""
+        if self.optimizer is not None:
+            self.optimizer.release()
+        self.optimizer = None
+        self._parts = self._parts.without_training()
+        if self._config.disable_python_gc:
+            gc.enable()
+
+    def collect_python_gc(self) -> None:
+        """Run Python's cyclic collector; with `disable_python_gc` this is the only time it runs."""
+        gc.collect()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is not None and hasattr(module, name):
+                return getattr(module, name)
+        raise AttributeError(f"neither {type(self).__name__} nor the wrapped module has an attribute {name!r}")
+
+    def unmanaged_parameters(self) -> Iterable[nn.Parameter]:
+        """Trainable parameters that the optimizer does not hold."""
+        return self._parts.unmanaged
+
+
+def _describe(loss: Any) -> str:
+    if not isinstance(loss, Tensor):
+        return f"a {type(loss).__name__}"
+    return f"a tensor of shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"

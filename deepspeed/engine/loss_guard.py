@@ -1,0 +1,46 @@
+"""Under fp16 a loss must carry the loss scale: this notices a plain `loss.backward()` in a window where none was scaled."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from deepspeed.errors import UsageError
+from deepspeed.precision.loss_scaler import LossScaler
+
+_FP32_BYTES = 4
+
+
+class LossGuard:
+    """Puts the loss scale on losses and remembers that it did, until the step ends.
+
+    One scaled loss opens the window: nested (reentrant) backward passes begin several times for one loss, so beginnings
+    cannot be counted against losses.
+    """
+
+    def __init__(self, scaler: LossScaler) -> None:
+        self.scaler = scaler
+        self._is_open = False
+
+    def scale(self, loss: Tensor, factor: float = 1.0) -> Tensor:
+        """`loss` x loss scale x `factor`, in fp32 where the loss is 16-bit and is changed at all."""
+        self._is_open = True
+        total = factor * self.scaler.scale
+        if total == 1.0:
+            return loss
+        return (loss.float() if loss.dtype.itemsize < _FP32_BYTES else loss) * total
+
+    def check(self) -> None:
+        """A backward begins.
+
+        Raises:
+            UsageError: no loss was scaled since the last step.
+        """
+        if not self._is_open:
+            raise UsageError(
+                f"loss.backward() was called on a loss without the loss scale ({self.scaler.scale:g}) that fp16 needs. "
+                "Call engine.backward(loss), or engine.scale(loss).backward()."
+            )
+
+    def reset(self) -> None:
+        """A step ended: the next backward needs a scaled loss again."""
+        self._is_open = False

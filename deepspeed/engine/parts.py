@@ -1,0 +1,54 @@
+"""What an engine is made of, chosen by `engine.build`."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.config.batch import BatchSizes
+from deepspeed.engine.accumulation import Accumulation
+from deepspeed.engine.loss_guard import LossGuard
+from deepspeed.engine.report import StepReport
+from deepspeed.topology import ParallelMesh
+from deepspeed.zero.optimizer import ZeroOptimizer
+from deepspeed.zero.reducer import GradientReducer
+
+
+@dataclass
+class EngineParts:
+    """The parts by role. `reducer`, `optimizer` and `client_optimizer` are None together: nothing is trained."""
+
+    module: nn.Module
+    config: DeepSpeedConfig
+    mesh: ParallelMesh
+    device: torch.device
+    batch: BatchSizes
+    accumulation: Accumulation
+    loss_guard: LossGuard
+    report: StepReport
+    communication_data_type: torch.dtype
+    optimizer: ZeroOptimizer | None = None
+    reducer: GradientReducer | None = None
+    basic_optimizer: Optimizer | None = None
+    client_optimizer: Any = None
+    lr_scheduler: Any = None
+    client_lr_scheduler: Any = None
+    dataloader: Any = None
+    collate_fn: Any = None
+    mpu: Any = None
+    input_dtype: torch.dtype | None = None
+    """Floating inputs are cast to this (`fp16.auto_cast`)."""
+
+    autocast_dtype: torch.dtype | None = None
+    unmanaged: tuple[nn.Parameter, ...] = ()
+    """Trainable parameters outside the optimizer: their gradients are dropped at each step."""
+
+    def without_training(self) -> EngineParts:
+        """The same parts after `engine.destroy()`."""
+        return dataclasses.replace(self, optimizer=None, reducer=None, basic_optimizer=None, unmanaged=())

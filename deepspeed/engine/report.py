@@ -1,0 +1,149 @@
+"""What an engine tells about its steps: timers, throughput, log lines, monitor events, memory marks.
+
+Reading values costs host synchronisations and a small collective, so it happens only on steps that report: every step when
+a monitor is on, every `steps_per_print`-th otherwise, never when neither is asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from deepspeed import comm
+from deepspeed.common.logging import log_dist
+from deepspeed.common.timing import NullTimers, ThroughputTimer, Timers
+
+if TYPE_CHECKING:
+    from deepspeed.config import DeepSpeedConfig
+    from deepspeed.monitor import MonitorMaster
+    from deepspeed.topology import AxisGroup
+
+FORWARD, BACKWARD, STEP = "forward", "backward", "step"
+BACKWARD_INNER, BACKWARD_ALLREDUCE = "backward_inner", "backward_allreduce"
+_TIMER_NAMES = (FORWARD, BACKWARD, BACKWARD_INNER, BACKWARD_ALLREDUCE, STEP)
+
+
+@dataclass(frozen=True)
+class StepSummary:
+    """One global step, as reported. `loss` is the mean over the step's micro-batches and ranks, None when not known."""
+
+    global_step: int
+    global_samples: int
+    skipped_steps: int
+    lr: list[float]
+    mom: list[Any] | None
+    loss_scale: float | None
+    grad_norm: float | None
+    loss: float | None
+
+
+class StepReport:
+    """Collects during a step, speaks at its end. Every method is called by every data-parallel rank.
+
+    Args:
+        config: cadence and switches.
+        monitor: takes events on the rank that has writers.
+        axis: ranks over which the loss is averaged.
+        batch_size: samples per global step.
+        synchronize: waits for the device.
+        mark_memory: logs memory in use under a label, where `memory_breakdown` asks for it.
+    """
+
+    def __init__(
+        self,
+        config: DeepSpeedConfig,
+        monitor: MonitorMaster,
+        axis: AxisGroup,
+        *,
+        batch_size: int,
+        synchronize: Callable[[], None],
+        mark_memory: Callable[[str], None] | None = None,
+    ) -> None:
+        self.monitor = monitor
+        self.axis = axis
+        self.timers: Timers | NullTimers = Timers(synchronize) if config.wall_clock_breakdown else NullTimers()
+        every = config.steps_per_print
+        self._every = int(every) if every is not None and math.isfinite(every) else None
+        blocks = (config.tensorboard, config.wandb, config.csv_monitor, config.comet)
+        self._has_monitor = any(block.enabled for block in blocks)
+        self.throughput = ThroughputTimer(
+            config.timers.throughput, batch_size, steps_per_output=self._every, synchronize=synchronize
+        )
+        self._mark_memory = mark_memory if config.memory_breakdown else None
+        self._loss_sum: Tensor | None = None
+        self._losses = 0
+
+    def mark(self, label: str) -> None:
+        """Report memory under `label` when `memory_breakdown` is on."""
+        if self._mark_memory is not None:
+            self._mark_memory(label)
+
+    def add_loss(self, loss: Tensor, multiplier: float) -> None:
+        """Note one micro-batch's loss; `multiplier` undoes a division that the caller made for accumulation."""
+        if self._has_monitor or self._every is not None:
+            value = loss.detach().float() * multiplier
+            self._loss_sum = value if self._loss_sum is None else self._loss_sum + value
+            self._losses += 1
+
+    def is_due(self, global_step: int) -> bool:
+        """Whether this global step is reported."""
+        return self._has_monitor or self._is_printed(global_step)
+
+    def _is_printed(self, global_step: int) -> bool:
+        return self._every is not None and global_step % self._every == 0
+
+    def mean_loss(self) -> float | None:
+        """Mean of the noted losses over micro-batches and ranks. Collective over the axis."""
+        if self._loss_sum is None:
+            return None
+        total = torch.stack([self._loss_sum.double(), self._loss_sum.new_tensor(float(self._losses)).double()])
+        if self.axis.size > 1:
+            comm.all_reduce(total, group=self.axis.group)
+        return float(total[0] / total[1])
+
+    def step_done(self, summary: StepSummary) -> None:
+        """Write one reported step."""
+        if self._is_printed(summary.global_step):
+            log_dist(_line(summary))
+        if self.monitor.enabled:
+            self.monitor.write_events(self._events(summary))
+
+    def close_window(self) -> None:
+        """Forget the losses of the step that ended, reported or not."""
+        self._loss_sum, self._losses = None, 0
+
+    def log_timers(self, global_step: int) -> None:
+        """Log the step's timers; they start again at zero."""
+        if isinstance(self.timers, Timers):
+            names = [name for name in _TIMER_NAMES if self.timers.has_timer(name)]
+            is_printed = self._every is None or self._is_printed(global_step)
+            self.timers.log(names, ranks=[0] if is_printed else [], reset=True)
+
+    def _events(self, s: StepSummary) -> list[tuple[str, float, int]]:
+        values: dict[str, float | None] = {
+            "Train/Samples/train_loss": s.loss,
+            "Train/Samples/lr": s.lr[0] if s.lr else None,
+            "Train/Samples/loss_scale": s.loss_scale,
+            "Train/Samples/grad_norm": s.grad_norm,
+        }
+        if isinstance(self.timers, Timers):
+            for name in _TIMER_NAMES:
+                if self.timers.has_timer(name):
+                    values[f"Train/Samples/elapsed_time_ms_{name}"] = self.timers(name).elapsed(reset=False)
+        return [(name, value, s.global_samples) for name, value in values.items() if value is not None]
+
+
+def _line(s: StepSummary) -> str:
+    parts = [f"step={s.global_step}", f"skipped={s.skipped_steps}", f"lr={s.lr}", f"mom={s.mom}"]
+    if s.loss is not None:
+        parts.append(f"loss={s.loss:.6g}")
+    if s.grad_norm is not None:
+        parts.append(f"grad_norm={s.grad_norm:.4g}")
+    if s.loss_scale is not None:
+        parts.append(f"loss_scale={s.loss_scale:g}")
+    return ", ".join(parts)

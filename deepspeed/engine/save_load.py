@@ -1,0 +1,346 @@
+"""What goes into a checkpoint and comes back out: the engine's side. The disk is the checkpoint room's.
+
+    save   masters (or weights), frozen weights, buffers, optimizer tensors --> Pieces, shared out over the ranks
+           counters, schedule, loss scale, hyperparameters, data position   --> state
+           random generators                                                --> rank_state, one per rank
+    load   every name and shape is checked first; then values are read, each rank only what it holds
+
+A weight is stored once, in the highest precision there is: `master/<name>` where the model is 16-bit, else `module/<name>`.
+Both load into any engine, 16-bit or not.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.checkpoint import CheckpointReader, Piece, check_tags, names, open_checkpoint, resolve_tag, write_checkpoint
+from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+from deepspeed.common.logging import get_logger
+from deepspeed.engine.random_state import get_random_state, set_random_state
+from deepspeed.errors import ArgumentError, CheckpointError
+from deepspeed.sharding import even_range
+from deepspeed.zero.state_io import load_state, state_pieces, state_scalars
+
+if TYPE_CHECKING:
+    from deepspeed.config import DeepSpeedConfig
+    from deepspeed.engine.parts import EngineParts
+    from deepspeed.zero.optimizer import ZeroOptimizer
+
+logger = get_logger(__name__)
+
+_NAMES_SHOWN = 5
+
+
+class CheckpointMembers:
+    """Mixin of `DeepSpeedEngine`: saving and loading."""
+
+    module: nn.Module
+    optimizer: ZeroOptimizer | None
+    lr_scheduler: Any
+    training_dataloader: Any
+    global_steps: int
+    global_samples: int
+    skipped_steps: int
+    micro_steps: int
+    loaded_checkpoint_dp_world_size: int | None
+    _parts: EngineParts
+    _config: DeepSpeedConfig
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write a whole checkpoint. Collective: all ranks call it.
+
+        Args:
+            save_dir: folder of all tags.
+            tag: name of this one; `global_step<N>` if left out.
+            client_state: the caller's own values; plain data, NumPy and torch values (see the checkpoint reference).
+            save_latest: let `latest` name it.
+            exclude_frozen_parameters: leave out parameters that do not require gradients.
+
+        Returns:
+            True.
+
+        Raises:
+            CheckpointError: on all ranks alike; what was on disk before is intact.
+        """
+        if not str(save_dir):
+            raise ArgumentError("save_checkpoint(save_dir='') needs a folder. Give the one that holds all tags.")
+        tag = str(tag) if tag is not None else f"global_step{self.global_steps}"
+        where = {"rank": self._parts.mesh.rank, "world_size": self._parts.mesh.world_size}
+        check_tags(tag, self._config.checkpoint.tag_validation, **where)
+        write_checkpoint(
+            save_dir,
+            tag,
+            self._pieces(exclude_frozen_parameters),
+            self._state(exclude_frozen_parameters),
+            dict(client_state or {}),
+            rank_state=get_random_state(),
+            save_latest=save_latest,
+            **where,
+        )
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Bring a checkpoint back, whatever number of ranks wrote it. Collective: all ranks call it.
+
+        Args:
+            load_dir: folder of all tags.
+            tag: which one; the one `latest` names if left out.
+            load_module_strict: names of the model and of the checkpoint must be the same.
+            load_optimizer_states: also moments, counters of the optimizer and the loss scale.
+            load_lr_scheduler_states: also the schedule.
+            load_module_only: weights and buffers, nothing else.
+            custom_load_fn: called as `custom_load_fn(src=state_dict, dst=module)` instead of copying the weights.
+
+        Returns:
+            (path of the checkpoint, client state), or (None, None) with a warning when there is no `latest` and no tag.
+
+        Raises:
+            CheckpointNotFoundError: no such tag; the text lists those there are.
+            CheckpointDamagedError: a file differs from what was written; nothing was loaded.
+            CheckpointError: names or shapes do not fit; nothing was loaded.
+        """
+        where = {"rank": self._parts.mesh.rank, "world_size": self._parts.mesh.world_size}
+        found = resolve_tag(load_dir, tag, **where)
+        if found is None:
+            logger.warning("%s holds no file 'latest' and no tag was given: nothing was loaded.", load_dir)
+            return None, None
+        reader = open_checkpoint(load_dir, found, **where)
+        if custom_load_fn is not None:
+            custom_load_fn(src=self._state_dict_of(reader), dst=self.module)
+            self._masters_from_parameters()
+        else:
+            self._load_module(reader, strict=load_module_strict)
+        if not load_module_only:
+            self._load_training(reader, load_optimizer_states, load_lr_scheduler_states)
+        self.loaded_checkpoint_dp_world_size = reader.state["dp_world_size"]
+        return str(Path(load_dir, found)), reader.client_state()
+
+    # -- saving -------------------------------------------------------------------------------------------------------
+
+    def _pieces(self, exclude_frozen: bool) -> Iterator[Piece]:
+        axis = self._parts.mesh.data_parallel
+        managed: set[str] = set()
+        if self.optimizer is not None:
+            for flat in self.optimizer.master.flats:
+                name_of = names.module_tensor if flat.master_F is flat.parameters_F else names.master_tensor
+                managed.update(member.name for member in flat.members)
+                for f in flat.layout.fragments(*even_range(flat.layout.numel, axis.size, axis.rank)):
+                    member = flat.members[f.index]
+                    values = flat.master_F[f.buffer_start : f.buffer_start + f.numel]
+                    yield Piece(name_of(member.name), tuple(member.param.shape), f.param_start, values)
+                if axis.rank == 0:
+                    empty = [member for member in flat.members if member.param.numel() == 0]
+                    yield from (Piece.whole(name_of(member.name), member.param.detach()) for member in empty)
+            for piece in state_pieces(self.optimizer.master, axis.size, axis.rank):
+                name = names.optimizer_tensor(piece.member.name, piece.key)
+                yield Piece(name, tuple(piece.member.param.shape), piece.start, piece.values)
+        for number, (name, tensor) in enumerate(self._others(managed, exclude_frozen)):
+            if number % axis.size == axis.rank:
+                yield Piece.whole(names.module_tensor(name), tensor)
+
+    def _others(self, managed: set[str], exclude_frozen: bool) -> Iterator[tuple[str, Tensor]]:
+        """Parameters that no optimizer holds, then persistent buffers."""
+        for name, param in self.module.named_parameters():
+            if name not in managed and (param.requires_grad or not exclude_frozen):
+                yield name, param.detach()
+        yield from _persistent_buffers(self.module)
+
+    def _state(self, exclude_frozen: bool) -> dict[str, Any]:
+        optimizer, loader = self.optimizer, self.training_dataloader
+        return {
+            "global_steps": self.global_steps,
+            "global_samples": self.global_samples,
+            "skipped_steps": self.skipped_steps,
+            "micro_steps": self.micro_steps,
+            "dp_world_size": self._parts.mesh.data_parallel.size,
+            "zero_stage": self._config.zero_optimization.stage,
+            "ds_config": self._config.raw,
+            "shared_params": _shared_names(self.module),
+            "has_frozen_parameters": not exclude_frozen,
+            "optimizer": None if optimizer is None else _optimizer_state(optimizer),
+            "loss_scaler": self._parts.loss_guard.scaler.state_dict(),
+            "lr_scheduler": None if self.lr_scheduler is None else self.lr_scheduler.state_dict(),
+            "data": loader.state_dict() if loader is not None else None,
+        }
+
+    # -- loading ------------------------------------------------------------------------------------------------------
+
+    def _load_module(self, reader: CheckpointReader, *, strict: bool) -> None:
+        places = dict(self._places())
+        stored = _weights_in(reader)
+        frozen_may_lack = not reader.state["has_frozen_parameters"]
+        frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
+        missing = sorted(n for n in places if n not in stored and not (frozen_may_lack and n in frozen))
+        extra = sorted(n for n in stored if n not in places)
+        if strict and (missing or extra):
+            raise CheckpointError(
+                f"checkpoint {reader.folder} does not fit the model: it lacks {_some(missing)} and has {_some(extra)} that "
+                "the model does not have. Build the same model, or pass load_module_strict=False to load what fits."
+            )
+        for name in places.keys() & stored.keys():
+            if tuple(places[name].shape) != reader.shape(stored[name]):
+                raise CheckpointError(
+                    f"{name!r} has shape {tuple(places[name].shape)} in the model and {reader.shape(stored[name])} in "
+                    f"checkpoint {reader.folder}. Build the model with the sizes it was saved with."
+                )
+        with torch.no_grad():
+            for name in sorted(places.keys() & stored.keys()):
+                place = places[name]
+                values = reader.read(stored[name])
+                place.copy_(values.view(place.shape))
+        if self.optimizer is not None:
+            self.optimizer.master.refresh_parameters()
+
+    def _places(self) -> Iterator[tuple[str, Tensor]]:
+        """Where each weight and buffer is kept in full precision."""
+        managed: set[str] = set()
+        if self.optimizer is not None:
+            for flat in self.optimizer.master.flats:
+                for member, values in flat.named_slices(flat.master_F):
+                    managed.add(member.name)
+                    yield member.name, values
+        yield from self._others(managed, exclude_frozen=False)
+
+    def _masters_from_parameters(self) -> None:
+        if self.optimizer is not None:
+            for flat in self.optimizer.master.flats:
+                flat.master_F.copy_(flat.parameters_F)
+
+    def _load_training(self, reader: CheckpointReader, with_optimizer: bool, with_schedule: bool) -> None:
+        state = reader.state
+        if with_optimizer and self.optimizer is not None and state["optimizer"] is not None:
+            _load_optimizer(self.optimizer, reader)
+            self._parts.loss_guard.scaler.load_state_dict(state["loss_scaler"])
+        if with_schedule and self.lr_scheduler is not None and state["lr_scheduler"] is not None:
+            self.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        self.global_steps, self.global_samples = state["global_steps"], state["global_samples"]
+        self.skipped_steps, self.micro_steps = state["skipped_steps"], state["micro_steps"]
+        if self.training_dataloader is not None and state["data"] is not None:
+            self.training_dataloader.load_state_dict(state["data"])
+        set_random_state(reader.rank_state(self._parts.mesh.rank))
+
+    def _state_dict_of(self, reader: CheckpointReader) -> dict[str, Tensor]:
+        return {n: reader.read(stored).view(reader.shape(stored)) for n, stored in _weights_in(reader).items()}
+
+    # -- whole models -------------------------------------------------------------------------------------------------
+
+    def module_state_dict(
+        self,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """The module's state dict, frozen parameters left out on request."""
+        state_dict: dict[str, Any] = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if exclude_frozen_parameters:
+            for name, param in self.module.named_parameters(remove_duplicate=False):
+                if not param.requires_grad:
+                    state_dict.pop(prefix + name, None)
+        return state_dict
+
+    def load_module_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, custom_load_fn: Callable[..., Any] | None = None
+    ) -> None:
+        """Load weights into the module and its masters."""
+        if custom_load_fn is not None:
+            custom_load_fn(src=state_dict, dst=self.module)
+        else:
+            self.module.load_state_dict(state_dict, strict=strict)
+        self._masters_from_parameters()
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        """The model's weights as the model holds them, on the CPU, on the first rank; None on the others."""
+        if self._parts.mesh.rank != 0:
+            return None
+        whole = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        state_dict: dict[str, Tensor] = clone_tensors_for_torch_save(whole)
+        return state_dict
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the model's weights alone, as one file that plain PyTorch loads with `weights_only=True`.
+
+        Returns:
+            True.
+        """
+        state_dict = self._consolidated_16bit_state_dict(exclude_frozen_parameters)
+        if state_dict is not None:
+            Path(save_dir).mkdir(parents=True, exist_ok=True)
+            torch.save(state_dict, Path(save_dir, save_filename))
+        return True
+
+    save_fp16_model = save_16bit_model
+
+
+def _optimizer_state(optimizer: ZeroOptimizer) -> dict[str, Any]:
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return {"groups": groups, "scalars": state_scalars(optimizer.master)}
+
+
+def _load_optimizer(optimizer: ZeroOptimizer, reader: CheckpointReader) -> None:
+    stored = reader.state["optimizer"]
+    if len(stored["groups"]) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"checkpoint {reader.folder} has {len(stored['groups'])} parameter groups, the optimizer "
+            f"{len(optimizer.param_groups)}. Build the optimizer with the same groups, or pass load_optimizer_states=False."
+        )
+    keys: dict[str, list[str]] = {}
+    for name in reader.names("optimizer/"):
+        param_name, key = names.split_optimizer_tensor(name)
+        keys.setdefault(param_name, []).append(key)
+    load_state(
+        optimizer.master,
+        keys=lambda name: keys.get(name, []),
+        read=lambda name, key, start, numel: reader.read(names.optimizer_tensor(name, key), start, numel),
+        scalars=stored["scalars"],
+        groups=stored["groups"],
+    )
+
+
+def _weights_in(reader: CheckpointReader) -> dict[str, str]:
+    """Name of each weight or buffer -> the stored tensor of highest precision."""
+    prefixes = (names.module_tensor(""), names.master_tensor(""))
+    return {name.removeprefix(prefix): name for prefix in prefixes for name in reader.names(prefix)}
+
+
+def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    stored = set(module.state_dict(keep_vars=True))
+    yield from ((name, buffer) for name, buffer in module.named_buffers() if name in stored)
+
+
+def _shared_names(module: nn.Module) -> dict[str, str]:
+    """Second and later names of tied parameters -> their first name."""
+    first = {id(p): name for name, p in module.named_parameters()}
+    return {n: first[id(p)] for n, p in module.named_parameters(remove_duplicate=False) if first[id(p)] != n}
+
+
+def _some(found: list[str]) -> str:
+    shown = ", ".join(map(repr, found[:_NAMES_SHOWN])) or "nothing"
+    return shown + (f" and {len(found) - _NAMES_SHOWN} more" if len(found) > _NAMES_SHOWN else "")

@@ -1,0 +1,10 @@
+"""Pure integer arithmetic of partitions: no torch, no processes.
+
+`layout` maps parameters to offsets in a padded flat buffer, cuts the buffer into buckets and equal shards, and answers which
+piece of which parameter lies in any range. Everything that needs an offset (memory, optimizer state, checkpoints,
+simulations) asks here.
+"""
+
+from deepspeed.sharding.layout import Bucket, FlatLayout, Fragment, Slot, even_range
+
+__all__ = ["Bucket", "FlatLayout", "Fragment", "Slot", "even_range"]

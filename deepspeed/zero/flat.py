@@ -1,0 +1,181 @@
+"""Parameters and gradients of one optimizer group as views of flat buffers.
+
+    param.data ----view----> parameters  [p3|p2 |.|p1  |p0|..]   16-bit or full precision: what the model computes with
+    param.grad ----view----> gradients   [g3|g2 |.|g1  |g0|..]   what backward adds into, what the reducer reduces
+                             master      [m3|m2 |.|m1  |m0|..]   full precision: what the optimizer updates; the same
+                                                                 tensor as `parameters` when the model is not 16-bit
+
+One layout (`sharding.FlatLayout`) serves the three buffers, so an element has the same offset in each. Autograd adds
+gradients into the views in place; nothing is copied or concatenated.
+
+What does not live here: communication (`zero.reducer`), the update (`zero.master`). Callers: `engine.build`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.sharding import FlatLayout
+
+if TYPE_CHECKING:
+    from deepspeed.comm.algorithms import FlatAllReducer
+
+_ALIGNMENT_BYTES = 64  # a cache line, and the widest vector register
+_OWNER = "_ds_owner"  # the one back-reference on a user's parameter: a weakref to the FlatGroup it lives in
+
+
+@dataclass(frozen=True)
+class NamedParameter:
+    """A parameter under the name its module gives it; tied parameters appear once, under their first name."""
+
+    name: str
+    param: nn.Parameter
+    order: int = 0
+    """Position in the model's own order of registration, the best guess at the order of use before the first step."""
+
+
+class FlatGroup:
+    """The parameters of one optimizer group and dtype, moved into flat buffers.
+
+    Shapes: `F` = layout.numel, padding included; every buffer is 1-D of F elements.
+    Constructing it re-points `param.data` of every member at the buffer and frees the old storage, one by one.
+    `is_row_sparse` groups hold embedding tables of which one micro-batch touches few rows: their gradients are reduced
+    row by row (`zero.row_sparse`), never as whole buckets.
+    `on_replaced` runs when another engine takes one of the parameters over.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[NamedParameter],
+        *,
+        group_index: int,
+        param_dtype: torch.dtype,
+        master_dtype: torch.dtype,
+        bucket_numel: int,
+        world_size: int = 1,
+        is_row_sparse: bool = False,
+    ) -> None:
+        self.members = tuple(members)
+        self.group_index = group_index
+        self.is_row_sparse = is_row_sparse
+        self.on_replaced: Callable[[], None] = self.release
+        alignment = _ALIGNMENT_BYTES // min(param_dtype.itemsize, master_dtype.itemsize)
+        self.layout = FlatLayout.plan(
+            [m.param.numel() for m in members], bucket_numel=bucket_numel, alignment=alignment, world_size=world_size
+        )
+        device = members[0].param.device
+        self.parameters_F = torch.zeros(self.layout.numel, dtype=param_dtype, device=device)
+        is_same = param_dtype == master_dtype
+        self.master_F = self.parameters_F if is_same else torch.zeros(self.layout.numel, dtype=master_dtype, device=device)
+        self._adopt_values()
+        self._reducer: FlatAllReducer | None = None
+        self._views: list[Tensor] = []
+
+    def _adopt_values(self) -> None:
+        owner = weakref.ref(self)
+        with torch.no_grad():
+            for slot in self.layout.slots:
+                param = self.members[slot.index].param
+                release_owner(param)
+                self.master_F[slot.start : slot.stop].copy_(param.detach().reshape(-1))
+                place = self.parameters_F[slot.start : slot.stop]
+                if self.parameters_F is not self.master_F:
+                    place.copy_(self.master_F[slot.start : slot.stop])
+                param.grad = None
+                param.data = place.view(param.shape)
+                setattr(param, _OWNER, owner)
+
+    def attach_gradients(self, reducer: FlatAllReducer) -> None:
+        """Use `reducer.buffer` as the gradient buffer (once, before the first backward)."""
+        self._reducer = reducer
+        buffer = reducer.buffer
+        self._views = [buffer[s.start : s.stop].view(self.members[s.index].param.shape) for s in self.layout.slots]
+        if self.accumulates_in_place:
+            self.point_gradients()
+
+    @property
+    def reducer(self) -> FlatAllReducer:
+        """The all-reducer over the gradient buffer."""
+        assert self._reducer is not None  # engine.build attaches it before anything else sees the group
+        return self._reducer
+
+    @property
+    def gradients_F(self) -> Tensor:
+        """The flat gradient buffer, of the accumulation dtype."""
+        return self.reducer.buffer
+
+    @property
+    def accumulates_in_place(self) -> bool:
+        """True when `param.grad` can be a view: autograd insists on a gradient of the parameter's own dtype."""
+        return self.gradients_F.dtype == self.parameters_F.dtype
+
+    def point_gradients(self) -> None:
+        """Make every `param.grad` the view of its place."""
+        for slot, view in zip(self.layout.slots, self._views, strict=True):
+            self.members[slot.index].param.grad = view
+
+    def collect(self, first_slot: int = 0, last_slot: int | None = None) -> None:
+        """Bring gradients that are not views into the buffer: `param.grad` is the truth wherever it is another tensor.
+
+        A caller that ran `model.zero_grad()` detached the views: None then means zero. With an accumulation dtype of its
+        own every gradient arrives as a separate tensor, is added, and is dropped.
+        """
+        members, in_place = self.members, self.accumulates_in_place
+        for slot, view in zip(self.layout.slots[first_slot:last_slot], self._views[first_slot:last_slot], strict=True):
+            param = members[slot.index].param
+            grad = param.grad
+            if grad is view:
+                continue
+            if in_place:
+                if grad is None:
+                    view.zero_()
+                else:
+                    view.copy_(grad.detach())
+                param.grad = view
+            elif grad is not None:
+                view.add_(grad.detach())
+                param.grad = None
+
+    def clear_gradients(self) -> None:
+        """Zero the buffer and point the gradients at it again."""
+        self.gradients_F.zero_()
+        for member in self.members:
+            if member.param.grad is not None and not self.accumulates_in_place:
+                member.param.grad = None
+        if self.accumulates_in_place:
+            self.point_gradients()
+
+    def named_slices(self, flat_F: Tensor) -> Iterator[tuple[NamedParameter, Tensor]]:
+        """Each member with its part of `flat_F`, in the parameter's own shape."""
+        for slot in self.layout.slots:
+            member = self.members[slot.index]
+            yield member, flat_F[slot.start : slot.stop].view(member.param.shape)
+
+    def write_back(self, start: int, stop: int) -> None:
+        """Round elements `[start, stop)` of the master into the parameters."""
+        if self.parameters_F is not self.master_F:
+            self.parameters_F[start:stop].copy_(self.master_F[start:stop])
+
+    def release(self) -> None:
+        """Let go of gradients and back-references; the model keeps its values and works on without an engine."""
+        for member in self.members:
+            if getattr(member.param, _OWNER, None) is not None:
+                delattr(member.param, _OWNER)
+            member.param.grad = None
+        self._views = []
+        if self._reducer is not None:
+            self._reducer.close()
+
+
+def release_owner(param: nn.Parameter) -> None:
+    """Detach `param` from the engine it belonged to, if any: wrapping a model again replaces the earlier engine."""
+    reference = getattr(param, _OWNER, None)
+    owner = reference() if reference is not None else None
+    if owner is not None and any(member.param is param for member in owner.members):
+        owner.on_replaced()

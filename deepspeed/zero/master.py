@@ -1,0 +1,156 @@
+"""The update: unscale, clip, step, write back and clear, in one walk over the flat buffers.
+
+    for each sub-group       gradients ---- x factor, to full precision ----> scratch
+                             scratch, master, state ---- optimizer.step() ---> master, state
+                             master ---- rounded ----> parameters
+                             gradients <---- 0
+
+A sub-group is small enough to stay in the last-level cache, so the four lines cost one trip to memory although each is a
+torch call. Where the gradient needs no conversion (full precision, factor 1) the sub-group is everything: one call of the
+optimizer's fused kernel on views, without scratch.
+
+The torch optimizer never sees the model's parameters: its groups hold *slices* of the flat master. An optimizer whose update
+is not element-wise (`optim.is_elementwise`) gets one slice per parameter, in the parameter's shape, and gives the same
+numbers as on the parameters themselves.
+
+What does not live here: the mean over ranks (`zero.reducer`), the value of the factor (`zero.optimizer`).
+
+Source: ZeRO-Infinity (arXiv:2104.07857), section 5.2.2 for the walk over sub-groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from deepspeed.zero.flat import FlatGroup, NamedParameter
+
+SUB_GROUP_NUMEL = {"cpu": 1 << 19}
+"""Elements of one sub-group by device type: on CPU what a core's share of the cache holds (`benchmarks/step_walk.py`)."""
+
+_DEVICE_SUB_GROUP_NUMEL = 1 << 26  # elsewhere the scratch is what counts: 256 MiB of fp32
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Elements `[start, stop)` of a flat group, as one parameter of the torch optimizer."""
+
+    flat: FlatGroup
+    start: int
+    stop: int
+    param: nn.Parameter
+
+    @property
+    def numel(self) -> int:
+        """Elements, padding included."""
+        return self.stop - self.start
+
+    def pieces(self) -> Iterator[tuple[NamedParameter, int, int, int]]:
+        """(parameter, first element of it, first element of this slice, elements) for everything in the slice."""
+        for f in self.flat.layout.fragments(self.start, self.stop):
+            yield self.flat.members[f.index], f.param_start, f.buffer_start - self.start, f.numel
+
+
+class MasterWeights:
+    """The optimizer's view of the flat groups, and the walk that updates them.
+
+    Re-points every `optimizer.param_groups[i]["params"]` at slices of the flat groups with `group_index` i.
+
+    Args:
+        flats: flat groups with their gradient buffers attached.
+        optimizer: a torch optimizer over the model's parameters; its step is called here and nowhere else.
+        is_elementwise: whether slices may cut and join parameters.
+    """
+
+    def __init__(self, flats: Sequence[FlatGroup], optimizer: Optimizer, *, is_elementwise: bool) -> None:
+        self.flats = tuple(flats)
+        self.optimizer = optimizer
+        self.is_elementwise = is_elementwise
+        self._apply: Callable[[], Any] = optimizer.step
+        device = flats[0].master_F.device if flats else torch.device("cpu")
+        self._sub_group_numel = SUB_GROUP_NUMEL.get(device.type, _DEVICE_SUB_GROUP_NUMEL)
+        self.slices = tuple(s for flat in flats for s in self._cut(flat))
+        self._scratch: dict[torch.dtype, Tensor] = {}
+        self._show(self.slices)
+
+    def _cut(self, flat: FlatGroup) -> Iterator[Slice]:
+        if self.is_elementwise:
+            for start in range(0, flat.layout.numel, self._sub_group_numel):
+                stop = min(start + self._sub_group_numel, flat.layout.numel)
+                yield Slice(flat, start, stop, nn.Parameter(flat.master_F[start:stop]))
+        else:
+            for slot in flat.layout.slots:
+                shape = flat.members[slot.index].param.shape
+                yield Slice(flat, slot.start, slot.stop, nn.Parameter(flat.master_F[slot.start : slot.stop].view(shape)))
+
+    def _show(self, slices: Sequence[Slice]) -> None:
+        """Let the optimizer see exactly `slices`."""
+        for index, group in enumerate(self.optimizer.param_groups):
+            group["params"] = [s.param for s in slices if s.flat.group_index == index]
+
+    def step(self, factor: float) -> None:
+        """Update with gradients times `factor`; afterwards gradients are zero and parameters hold the rounded master."""
+        batches = list(self._batches(factor))
+        for batch in batches:
+            for s, grad in self._gradients(batch, factor):
+                s.param.grad = grad
+            if len(batches) > 1:
+                self._show(batch)
+            self._apply()
+            for s in batch:
+                s.param.grad = None
+                s.flat.write_back(s.start, s.stop)
+                s.flat.gradients_F[s.start : s.stop].zero_()
+        if len(batches) > 1:
+            self._show(self.slices)
+
+    def _batches(self, factor: float) -> Iterator[tuple[Slice, ...]]:
+        """Slices that are stepped together: all, when no scratch is needed, else as many as the sub-group holds."""
+        if factor == 1.0 and all(flat.gradients_F.dtype == flat.master_F.dtype for flat in self.flats):
+            yield self.slices
+            return
+        batch: list[Slice] = []
+        numel = 0
+        for s in self.slices:
+            if batch and numel + s.numel > self._sub_group_numel:
+                yield tuple(batch)
+                batch, numel = [], 0
+            batch.append(s)
+            numel += s.numel
+        if batch:
+            yield tuple(batch)
+
+    def _gradients(self, batch: Sequence[Slice], factor: float) -> Iterator[tuple[Slice, Tensor]]:
+        used: dict[torch.dtype, int] = {}
+        for s in batch:
+            grad = s.flat.gradients_F[s.start : s.stop]
+            dtype = s.param.dtype
+            if factor != 1.0 or grad.dtype != dtype:
+                begin = used.get(dtype, 0)
+                used[dtype] = begin + s.numel
+                scratch = self._scratch_for(dtype, sum(t.numel for t in batch if t.param.dtype == dtype))
+                scaled = scratch[begin : begin + s.numel]
+                if grad.dtype == dtype:
+                    torch.mul(grad, factor, out=scaled)
+                else:
+                    scaled.copy_(grad)
+                    if factor != 1.0:
+                        scaled.mul_(factor)
+                grad = scaled
+            yield s, grad.view(s.param.shape)
+
+    def _scratch_for(self, dtype: torch.dtype, numel: int) -> Tensor:
+        scratch = self._scratch.get(dtype)
+        if scratch is None or scratch.numel() < numel:
+            scratch = self._scratch[dtype] = torch.empty(numel, dtype=dtype, device=self.flats[0].master_F.device)
+        return scratch
+
+    def refresh_parameters(self) -> None:
+        """Round the whole master into the parameters: after values were loaded."""
+        for flat in self.flats:
+            flat.write_back(0, flat.layout.numel)

@@ -1,0 +1,174 @@
+"""The optimizer that `deepspeed.initialize` returns: one update from reduced gradients to new weights.
+
+    reduce (if backward has not) -> norm and non-finite check, one pass -> factor -> walk (`zero.master`) -> loss scale
+
+        factor = 1 / (accumulation steps x loss scale)  x  min(1, clip / norm)
+
+It looks like the torch optimizer it wraps (`param_groups`, `state`, `defaults`, ...), so that schedules and clients can read
+and change rates; but the engine alone may step it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from torch.optim import Optimizer
+
+from deepspeed.common.logging import get_logger
+from deepspeed.errors import UsageError
+from deepspeed.precision.loss_scaler import LossScaler
+from deepspeed.zero.master import MasterWeights
+from deepspeed.zero.norm import sum_of_squares
+from deepspeed.zero.reducer import GradientReducer
+
+logger = get_logger(__name__)
+
+_CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_, with which the numbers agree
+_NAMES_SHOWN = 3
+
+
+class DeepSpeedOptimizer:
+    """Base of every optimizer that an engine returns; clients test for it."""
+
+
+class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
+    """A torch optimizer over the flat masters, stepped by the engine.
+
+    Args:
+        master: the walk; its `optimizer` is the torch optimizer that is wrapped.
+        reducer: brings gradients to their mean over ranks.
+        scaler: loss scale (`NullScaler` outside fp16).
+        clip: largest global norm, 0 for none.
+        gradient_multiplier: 1, or the number of data-parallel ranks where gradients are summed instead of averaged.
+        skips_nonfinite: skip an update whose norm is infinite or NaN; off only where the config says so.
+    """
+
+    def __init__(
+        self,
+        master: MasterWeights,
+        reducer: GradientReducer,
+        scaler: LossScaler,
+        *,
+        clip: float = 0.0,
+        gradient_multiplier: float = 1.0,
+        skips_nonfinite: bool = True,
+    ) -> None:
+        # Optimizer.__init__ is not called: every attribute it would make is the wrapped optimizer's (see __getattr__).
+        self.optimizer = master.optimizer
+        self.master = master
+        self.reducer = reducer
+        self.loss_scaler = scaler
+        self.clip = clip
+        self.gradient_multiplier = gradient_multiplier
+        self.skips_nonfinite = skips_nonfinite
+        self.overflow = False
+        self.global_norm: float | None = None
+        self._opt_called = True  # torch's schedulers ask whether step() was called; the engine's update does not call it
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        self.optimizer.step = self.step  # type: ignore[method-assign]
+
+    def update(self, divisor: int, step_number: int) -> bool:
+        """Make one update, or skip it. Collective over the data-parallel ranks.
+
+        Args:
+            divisor: what the accumulated gradient is divided by.
+            step_number: for the message of a skipped step.
+
+        Returns:
+            Whether the weights were updated.
+
+        Raises:
+            NonFiniteError: values stay non-finite although the loss scale is at its floor; on all ranks together.
+        """
+        if not self.reducer.is_reduced:
+            self.reducer.reduce()
+        base = self.gradient_multiplier / (divisor * self.loss_scaler.scale)
+        squares = sum_of_squares([flat.gradients_F for flat in self.master.flats])
+        self.global_norm = math.sqrt(squares.item()) * base if squares.item() >= 0 else math.nan
+        self.overflow = self.skips_nonfinite and not math.isfinite(self.global_norm)
+        if self.overflow:
+            self._report_skip(step_number)
+            self.zero_grad()
+        else:
+            self.master.step(base * self._clip_coefficient(self.global_norm))
+        self.reducer.is_reduced = False
+        self.loss_scaler.update(self.overflow)
+        return not self.overflow
+
+    def _clip_coefficient(self, norm: float) -> float:
+        return min(1.0, self.clip / (norm + _CLIP_EPS)) if self.clip > 0 else 1.0
+
+    def _report_skip(self, step_number: int) -> None:
+        origin = self.reducer.nonfinite_origin()
+        ranks = sorted({rank for each in origin.values() for rank in each})
+        names = ", ".join(repr(name) for name in list(origin)[:_NAMES_SHOWN])
+        more = f" and {len(origin) - _NAMES_SHOWN} more" if len(origin) > _NAMES_SHOWN else ""
+        if self.reducer.axis.rank == 0:
+            logger.warning(
+                "step %d skipped on all ranks: the gradient of %s%s is not finite; brought by rank %s; loss scale %g.",
+                step_number,
+                names or "no single parameter (the norm itself overflows)",
+                more,
+                ", ".join(map(str, ranks)) or "unknown",
+                self.loss_scaler.scale,
+            )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop accumulated gradients. `set_to_none` is accepted for torch's signature: the flat buffer always stays."""
+        for flat in self.master.flats:
+            flat.clear_gradients()
+
+    def step(self, closure: Callable[[], float] | None = None) -> NoReturn:  # type: ignore[override]
+        """Refuse: stepping past the engine would miss the reduction, the clipping and the 16-bit weights."""
+        raise UsageError(
+            f"optimizer.step({'' if closure is None else 'closure'}) was called on an optimizer that belongs to an engine. "
+            "Call engine.step(): it reduces, unscales, clips, updates and moves the schedule at the accumulation boundary."
+        )
+
+    # -- the wrapped optimizer, seen from outside ---------------------------------------------------------------------
+
+    @property
+    def loss_scale(self) -> float:
+        """The current loss scale, 1 outside fp16."""
+        return self.loss_scaler.scale
+
+    cur_scale = loss_scale
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The wrapped optimizer's groups; `params` are slices of the flat masters."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The wrapped optimizer's state, keyed by slice."""
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The wrapped optimizer's defaults."""
+        return self.optimizer.defaults
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's state and the loss scale; checkpoints use `zero.state_io`, which knows names."""
+        return {"optimizer": self.optimizer.state_dict(), "loss_scaler": self.loss_scaler.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Inverse of `state_dict`, for the same layout."""
+        self.optimizer.load_state_dict(state_dict["optimizer"])
+        self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "optimizer" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"ZeroOptimizer({self.optimizer!r})"
+
+    def release(self) -> None:
+        """Give the wrapped optimizer its own step back and let go of the model: `engine.destroy()`."""
+        self.reducer.remove()
+        self.optimizer.__dict__.pop("step", None)

@@ -1,0 +1,150 @@
+"""Optimizer state by parameter name, out of the slices and back into them.
+
+    slices          | exp_avg of [p3|p2 |p1..] |  | exp_avg of [..p1|p0|..] |       step: one number per slice
+    by name         exp_avg of p3, p2, p1, p0: tensors in the parameter's shape      step: one number per parameter
+
+Tensors of a slice's size are cut at parameters; everything else ("scalars") is kept once per parameter. The names make state
+independent of layout, world size and sub-group size. Callers: `engine.save_load`, `engine.build` (a client's optimizer that
+comes with state).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.errors import CheckpointError
+from deepspeed.sharding import even_range
+from deepspeed.zero.flat import NamedParameter
+from deepspeed.zero.master import MasterWeights, Slice
+
+Scalars = dict[str, dict[str, Any]]
+"""Parameter name -> state key -> plain number, bool or None."""
+
+
+@dataclass(frozen=True)
+class StatePiece:
+    """Elements `[start, start + len(values))` of state `key` of a parameter, flattened."""
+
+    member: NamedParameter
+    key: str
+    start: int
+    values: Tensor
+
+
+def state_pieces(master: MasterWeights, parts: int = 1, part: int = 0) -> Iterator[StatePiece]:
+    """Tensor state in the `part`-th of `parts` even ranges of each flat group, as views of the optimizer's own tensors."""
+    for s in master.slices:
+        low, high = even_range(s.flat.layout.numel, parts, part)
+        for key, value in master.optimizer.state.get(s.param, {}).items():
+            if _is_sliced(key, value, s):
+                flat = value.detach().reshape(-1)
+                for f in s.flat.layout.fragments(max(low, s.start), min(high, s.stop)):
+                    begin = f.buffer_start - s.start
+                    yield StatePiece(s.flat.members[f.index], key, f.param_start, flat[begin : begin + f.numel])
+
+
+def state_scalars(master: MasterWeights) -> Scalars:
+    """All state that is not tensors of the slice's size, by parameter name."""
+    scalars: Scalars = {}
+    for s in master.slices:
+        state = master.optimizer.state.get(s.param, {})
+        plain = {key: _plain(value) for key, value in state.items() if not _is_sliced(key, value, s)}
+        for member, *_ in s.pieces():
+            scalars.setdefault(member.name, {}).update(plain)
+    return scalars
+
+
+def load_state(
+    master: MasterWeights,
+    keys: Callable[[str], list[str]],
+    read: Callable[[str, str, int, int], Tensor],
+    scalars: Mapping[str, Mapping[str, Any]],
+    groups: list[dict[str, Any]] | None = None,
+) -> None:
+    """Replace the optimizer's state, all of it.
+
+    Args:
+        master: whose optimizer's state it is.
+        keys: parameter name -> its tensor state keys.
+        read: (parameter name, key, first element, elements) -> flat tensor.
+        scalars: as `state_scalars` gives them.
+        groups: hyperparameters per group (`lr`, `betas`, ...); None keeps the present ones.
+
+    Raises:
+        CheckpointError: parameters that now share a slice come with different keys or step counts.
+    """
+    state = {}
+    for number, s in enumerate(master.slices):
+        pieces = list(s.pieces())
+        names = [member.name for member, *_ in pieces]
+        known = [n for n in names if keys(n) or n in scalars]
+        if not known:
+            continue
+        state[number] = {**_agreed_scalars(known, scalars), **_joined(s, pieces, keys, read)}
+    present = master.optimizer.state_dict()["param_groups"]
+    if groups is not None:
+        present = [{**group, **loaded, "params": group["params"]} for group, loaded in zip(present, groups, strict=True)]
+    order = {id(p): i for i, p in enumerate(p for group in master.optimizer.param_groups for p in group["params"])}
+    by_order = {order[id(master.slices[number].param)]: value for number, value in state.items()}
+    master.optimizer.load_state_dict({"state": by_order, "param_groups": present})
+
+
+def carry_state(master: MasterWeights, client_state: Mapping[nn.Parameter, dict[str, Any]]) -> None:
+    """Move the state that a client's optimizer came with, keyed by parameter, to the slices."""
+    if not client_state:
+        return
+    members = {m.name: m.param for flat in master.flats for m in flat.members}
+    states = {name: client_state[param] for name, param in members.items() if param in client_state}
+    for param in client_state:
+        master.optimizer.state.pop(param, None)
+
+    def is_tensor_of_param(name: str, key: str, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.shape == members[name].shape and key != "step"
+
+    load_state(
+        master,
+        keys=lambda name: [k for k, v in states.get(name, {}).items() if is_tensor_of_param(name, k, v)],
+        read=lambda name, key, start, numel: states[name][key].detach().reshape(-1)[start : start + numel],
+        scalars={n: {k: _plain(v) for k, v in st.items() if not is_tensor_of_param(n, k, v)} for n, st in states.items()},
+    )
+
+
+def _is_sliced(key: str, value: Any, s: Slice) -> bool:
+    return isinstance(value, Tensor) and value.shape == s.param.shape and key != "step"
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def _agreed_scalars(names: list[str], scalars: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    first = dict(scalars.get(names[0], {}))
+    for name in names[1:]:
+        if dict(scalars.get(name, {})) != first:
+            raise CheckpointError(
+                f"parameters {names[0]!r} and {name!r} share optimizer state in this layout but come with different "
+                f"counters: {first} and {dict(scalars.get(name, {}))}. Give them different parameter groups, or load with "
+                "load_optimizer_states=False."
+            )
+    return {key: torch.tensor(float(value)) if key == "step" else value for key, value in first.items()}
+
+
+def _joined(
+    s: Slice,
+    pieces: list[tuple[NamedParameter, int, int, int]],
+    keys: Callable[[str], list[str]],
+    read: Callable[[str, str, int, int], Tensor],
+) -> dict[str, Tensor]:
+    joined: dict[str, Tensor] = {}
+    for member, param_start, slice_start, numel in pieces:
+        for key in keys(member.name):
+            values = read(member.name, key, param_start, numel)
+            if key not in joined:
+                joined[key] = torch.zeros(s.numel, dtype=values.dtype, device=s.param.device)
+            joined[key][slice_start : slice_start + numel].copy_(values)
+    return {key: value.view(s.param.shape) for key, value in joined.items()}
