@@ -82,13 +82,24 @@ class CommsLogger:
         comms_dict: the log (see `Log`).
     """
 
+    enabled: bool
+    prof_all: bool
+    prof_ops: list[str]
+    verbose: bool
+    debug: bool
+    comms_dict: Log
+
     def __init__(self) -> None:
+        self.restore_defaults()
+
+    def restore_defaults(self) -> None:
+        """Forget every record and every setting."""
         self.enabled = False
         self.prof_all = True
-        self.prof_ops: list[str] = []
+        self.prof_ops = []
         self.verbose = False
         self.debug = False
-        self.comms_dict: Log = {}
+        self.reset()
 
     def wants(self, name: str, prof: bool) -> bool:
         """Tell whether a call of this name is recorded, given the call's own `prof` argument."""

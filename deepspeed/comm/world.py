@@ -23,7 +23,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import discovery
 from deepspeed.comm.discovery import DEFAULT_PORT, Placement, discover
 from deepspeed.comm.failures import NotInitializedError
-from deepspeed.comm.recorder import configure
+from deepspeed.comm.recorder import RECORDER, configure
 from deepspeed.common.logging import get_logger, log_dist, set_rank
 from deepspeed.errors import ArgumentError, CommError
 
@@ -79,8 +79,9 @@ def current_world() -> World:
 
 
 def reset_world() -> None:
-    """Forget the world without touching the process group; for tests and for `destroy_process_group`."""
+    """Forget the world, and the log with its settings, without touching the process group; for tests."""
     _set_world(None)
+    RECORDER.restore_defaults()
 
 
 def _set_world(world: World | None) -> None:
@@ -136,7 +137,6 @@ def init_distributed(
             "dist_init_required=False, but torch.distributed has no process group. "
             "Start one before the call, or leave dist_init_required out."
         )
-    reset_world()
     wait = _checked_timeout(timeout)
     placement = _placement(auto_mpi_discovery, distributed_port, rank, world_size)
     backend = dist_backend or get_accelerator().communication_backend_name()
@@ -256,7 +256,7 @@ def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
         raise NotInitializedError("destroy_process_group")
     dist.destroy_process_group(group)
     if not dist.is_initialized():
-        reset_world()
+        _set_world(None)
 
 
 def get_local_rank() -> int:

@@ -5,9 +5,10 @@ the process-wide current mesh (`groups`). `deepspeed.initialize` builds it; the 
 
     pipe x replica x shard x expert x sequence x tensor         tensor varies fastest, pipe slowest
 
-    data_parallel   replica x shard x expert                ranks that see different data
-    zero_group      replica x shard x expert x sequence     ranks that hold the same weights (sequence ranks see different
-                                                            tokens of the same data, so gradients are averaged there too)
+    data_parallel          replica x shard x expert              ranks that see different data
+    expert_data_parallel   replica x shard                       of these, the ones that hold the same experts
+    zero_group             replica x shard x expert x sequence   ranks that hold the same weights outside experts:
+                           sequence ranks see other tokens of the same data, so gradients are averaged over them too
 
 [Note: which groups are made] An axis as large as the world uses the default group, axes over the same ranks share one
 group, and an axis of size 1 has none until somebody asks for it: then a group of this rank alone is made, which takes no
@@ -21,7 +22,7 @@ in the same order. `build` does so; it is a collective call.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,9 +37,10 @@ __all__ = ["AXES", "AxisGroup", "ParallelMesh"]
 
 AXES = ("pipe", "replica", "shard", "expert", "sequence", "tensor")
 
-_DATA = ("replica", "shard", "expert")
+_EXPERT_DATA = ("replica", "shard")
+_DATA = (*_EXPERT_DATA, "expert")
 _ZERO = (*_DATA, "sequence")
-_KEPT: tuple[tuple[str, ...], ...] = (*((axis,) for axis in AXES), _DATA, _ZERO)
+_KEPT: tuple[tuple[str, ...], ...] = (*((axis,) for axis in AXES), _EXPERT_DATA, _DATA, _ZERO)
 
 _MPU_NAMES: dict[tuple[str, ...], tuple[str, ...]] = {
     ("pipe",): ("pipeline_model_parallel", "pipe_parallel"),
@@ -48,8 +50,6 @@ _MPU_NAMES: dict[tuple[str, ...], tuple[str, ...]] = {
     _ZERO: ("sequence_data_parallel",),
 }
 """What a model-parallel unit calls these groups: its accessors are `get_<name>_group` and `get_<name>_world_size`."""
-
-NewGroup = Callable[[list[int]], dist.ProcessGroup]
 
 
 class AxisGroup:
@@ -90,11 +90,12 @@ class ParallelMesh:
         world_size: number of ranks.
     """
 
-    def __init__(self, sizes: dict[str, int], rank: int, groups: dict[tuple[str, ...], AxisGroup]) -> None:
-        self.sizes = sizes
+    def __init__(self, grid: ProcessTopology, rank: int, adopted: Mapping[tuple[str, ...], AxisGroup]) -> None:
+        self.sizes = dict(zip(AXES, grid.dims, strict=True))
         self.rank = rank
-        self.world_size = math.prod(sizes.values())
-        self._groups = groups
+        self.world_size = grid.world_size()
+        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._groups = {axes: adopted.get(axes) or _axis_group(grid, axes, rank, made) for axes in _KEPT}
 
     @classmethod
     def build(
@@ -107,31 +108,31 @@ class ParallelMesh:
         expert: int = 1,
         sequence: int = 1,
         tensor: int = 1,
-        new_group: NewGroup | None = None,
     ) -> ParallelMesh:
         """Lay all ranks out; the replica axis takes what the given sizes leave. Every rank of the world must call it.
 
         Args:
-            world_size: number of ranks; None asks `deepspeed.comm`.
-            rank: this process's rank; None asks `deepspeed.comm`.
+            world_size: number of ranks of the process group; None asks it.
+            rank: this process's rank in it; None asks it.
             pipe: pipeline stages.
             shard: ranks that ZeRO spreads states over.
             expert: ranks that experts are spread over; they see different data.
             sequence: ranks that share one sequence.
             tensor: ranks that share each matrix.
-            new_group: makes a process group from ranks; tests and simulations hand in their own.
 
         Raises:
             ArgumentError: a size is below 1, or the sizes do not divide the number of ranks.
             CommError: there is no process group.
         """
-        world_size = comm.get_world_size() if world_size is None else world_size
-        rank = comm.get_rank() if rank is None else rank
-        grid = ProcessTopology(AXES, _sizes(world_size, pipe, shard, expert, sequence, tensor))
-        make = new_group or comm.new_group
-        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        groups = {axes: _axis_group(grid, axes, rank, made, make) for axes in _KEPT}
-        return cls(dict(zip(AXES, grid.dims, strict=True)), rank, groups)
+        actual = comm.get_world_size(), comm.get_rank()
+        asked = (actual[0] if world_size is None else world_size, actual[1] if rank is None else rank)
+        if asked != actual:
+            raise ArgumentError(
+                f"the mesh was asked for world_size={asked[0]}, rank={asked[1]}, but the process group has "
+                f"world_size={actual[0]}, rank={actual[1]}. Leave both out to use these."
+            )
+        grid = ProcessTopology(AXES, _sizes(actual[0], pipe, shard, expert, sequence, tensor))
+        return cls(grid, actual[1], adopted={})
 
     @classmethod
     def from_mpu(cls, mpu: Any) -> ParallelMesh:
@@ -155,15 +156,13 @@ class ParallelMesh:
             if group is not None
         }
         if _DATA in adopted:
-            adopted[("replica",)] = adopted[_DATA]
+            adopted[("replica",)] = adopted[_EXPERT_DATA] = adopted[_DATA]
             if grid.get_dim("sequence") == 1:
                 adopted[_ZERO] = adopted[_DATA]
         wanted = {axes: tuple(grid.group_of(rank, axes)) for axes in _KEPT}
         if any(len(ranks) > 1 and axes not in adopted for axes, ranks in wanted.items()):
             _require_our_layout(wanted, adopted)
-        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        groups = {axes: adopted.get(axes) or _axis_group(grid, axes, rank, made, comm.new_group) for axes in _KEPT}
-        return cls(dict(zip(AXES, grid.dims, strict=True)), rank, groups)
+        return cls(grid, rank, adopted)
 
     def axis(self, name: str) -> AxisGroup:
         """Return the ranks along one axis.
@@ -179,6 +178,11 @@ class ParallelMesh:
     def data_parallel(self) -> AxisGroup:
         """The ranks that see different data and hold the same weights."""
         return self._groups[_DATA]
+
+    @property
+    def expert_data_parallel(self) -> AxisGroup:
+        """The ranks that hold the same experts and see different data."""
+        return self._groups[_EXPERT_DATA]
 
     @property
     def zero_group(self) -> AxisGroup:
@@ -211,7 +215,6 @@ def _axis_group(
     axes: tuple[str, ...],
     rank: int,
     made: dict[tuple[int, ...], dist.ProcessGroup],
-    new_group: NewGroup,
 ) -> AxisGroup:
     """Return this rank's group along `axes`, made if no axis before had the same ranks; `made` remembers."""
     mine = tuple(grid.group_of(rank, axes))
@@ -219,7 +222,7 @@ def _axis_group(
         return AxisGroup(mine, rank, comm.get_world_group())
     if len(mine) > 1 and mine not in made:
         for ranks in grid.groups_along(axes):  # see [Note: all ranks make all groups]
-            made[tuple(ranks)] = new_group(ranks)
+            made[tuple(ranks)] = comm.new_group(ranks)
     return AxisGroup(mine, rank, made.get(mine))
 
 
