@@ -1,0 +1,48 @@
+# What a developer, a newcomer and CI run. Each target makes .venv by itself when it is missing or out of date.
+#
+#   make train   launch the example on this machine (two ranks on a CPU, every GPU where there are some)
+#   make test    the whole test suite             make lint   style, types, layers, spelling
+#   make bench   the benchmarks docs may quote    make docs   write docs/reference/ anew from the sources
+#   make clean   remove what the tools left; .venv and runs/ stay
+#
+# PYTHON=python3.12 chooses the interpreter of a new .venv. PIP_ARGS goes to pip, for example
+# PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu" for the small torch on a machine without GPUs.
+
+PYTHON ?= python3
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+BIN := .venv/bin
+READY := .venv/.ready
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: train test lint bench docs clean
+
+train: $(READY)
+	$(BIN)/python examples/gpt/run.py
+
+test: $(READY)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/codespell
+
+bench: $(READY)
+	$(BIN)/python benchmarks/run.py
+
+docs: $(READY)
+	mkdir -p docs/reference
+	$(BIN)/deepspeed-config reference > docs/reference/config.md
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find deepspeed tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 10) and f"{sys.executable} is Python {v[0]}.{v[1]}; 3.10 or later is needed: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	touch $(READY)
