@@ -72,6 +72,9 @@ def _rank_main(rank: int, ranks: int, pairs: int, rendezvous: str) -> None:
             name = str(dtype).removeprefix("torch.")
             figures = " ".join(f"{took * 1e6:9.0f} us {nbytes / took / 1e9:4.1f} GB/s" for took in (gloo, shared))
             print(f"{name:9} {nbytes:9} {figures} {ratio:6.1f}x", flush=True)
+    barrier_us = statistics.median(_seconds(lambda: _check(dist.barrier()), 200) for _ in range(pairs)) * 1e6
+    if rank == 0:
+        print(f"gloo barrier {barrier_us:.0f} us: shared memory would need two per mean if it used them")
     dist.destroy_process_group()
 
 

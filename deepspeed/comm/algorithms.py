@@ -11,15 +11,18 @@ The table rests on benchmarks/comm_algorithms.py; see docs/adr/0004-shared-memor
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
+from deepspeed.comm import collectives
 from deepspeed.comm.mean import MeanRule, check_range, divide_
 from deepspeed.comm.patience import Patience
+from deepspeed.comm.recorder import RECORDER
 from deepspeed.comm.shared_memory import SharedMemoryReducer, share_memory
 from deepspeed.common.logging import log_dist_once
 from deepspeed.errors import ArgumentError, CommError
@@ -97,7 +100,7 @@ def flat_all_reducer(
         shared = share_memory(numel, dtype, rank, world_size, lambda values: _gather(values, group), may_share_memory)
         if not isinstance(shared, str):
             patience = Patience(_timeout_seconds(group) if timeout_seconds is None else timeout_seconds)
-            return SharedMemoryReducer(shared, rank, ranks, rule, communication_dtype, patience)
+            return SharedMemoryReducer(shared, rank, ranks, rule, communication_dtype, patience, _record)
         log_dist_once(
             f"Gradients of ranks {ranks} are reduced by the back end, not through shared memory: {shared}.",
             ranks=ranks[:1],
@@ -112,8 +115,16 @@ def _gather(values: list[int], group: dist.ProcessGroup | None) -> list[list[int
     """All-gather of a list of integers, the same length on all ranks of `group`."""
     mine = torch.tensor(values, dtype=torch.int64)
     all_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(all_ranks, mine, group=group)
+    collectives.all_gather(all_ranks, mine, group)
     return [each.tolist() for each in all_ranks]
+
+
+def _record(nbytes: int, world_size: int) -> Callable[[], None] | None:
+    """Begin to time a mean that no collective carries, for the comms log; call the result when it is there."""
+    if not RECORDER.enabled or not RECORDER.wants("all_reduce", prof=False):
+        return None
+    began = time.perf_counter()
+    return lambda: RECORDER.append("all_reduce", "all_reduce", (time.perf_counter() - began) * 1e3, nbytes, world_size)
 
 
 def _timeout_seconds(group: dist.ProcessGroup | None) -> float:
@@ -182,10 +193,7 @@ class BackendReducer:
         sent = target.to(self._dtype)  # the target itself where the dtype is the same
         divide_(sent, self._before)
         where = f"gradient elements [{start}, {stop}) of {self.buffer.numel()} over ranks {list(self._ranks)}"
-        try:
-            handle = dist.all_reduce(sent, self._op, self._group, async_op=True)
-        except RuntimeError as error:
-            _raise(where, error)
+        handle = collectives.all_reduce(sent, self._op, self._group, async_op=True)
         return _BackendWork(handle, self._timeout, target, sent, self._after, where)
 
     def close(self) -> None:
@@ -218,7 +226,10 @@ class _BackendWork:
         try:
             self._handle.wait() if self._timeout is None else self._handle.wait(self._timeout)
         except RuntimeError as error:
-            _raise(self._where, error)
+            raise CommError(
+                f"the mean of {self._where} failed in the back end: {error} Look at the other ranks' output first: the rank "
+                "that failed earliest has the reason. If a rank is only slow, raise DEEPSPEED_TIMEOUT (minutes)."
+            ) from error
         self._handle = None
         divide_(self._sent, self._after)
         if self._sent is not self._target:
@@ -233,9 +244,3 @@ class _Done:
 
 
 _DONE = _Done()
-
-
-def _raise(where: str, error: RuntimeError) -> NoReturn:
-    raise CommError(
-        f"the mean of {where} failed in the back end: {error}. A rank died, is late or does something else: see its log."
-    ) from error

@@ -49,6 +49,9 @@ __all__ = ["Board", "SharedMemory", "SharedMemoryReducer", "share_memory"]
 Gather = Callable[[list[int]], list[list[int]]]
 """All-gather of equally many 64-bit integers over the group; called by all its ranks."""
 
+Record = Callable[[int, int], Callable[[], None] | None]
+"""Called with bytes and ranks of each launch; what it returns is called when the mean is there. For the comms log."""
+
 _CACHE_LINE_NBYTES = 64
 
 
@@ -311,8 +314,19 @@ class SharedMemoryReducer:
         rule: MeanRule,
         communication_dtype: torch.dtype,
         patience: Patience,
+        record: Record = lambda _nbytes, _world_size: None,
     ) -> None:
-        """Store the parts. `rank` is this process within the group, `ranks` the global rank of each group rank."""
+        """Store the parts.
+
+        Args:
+            memory: what `share_memory` gave.
+            rank: of this process within the group.
+            ranks: the global rank of each group rank.
+            rule: when to divide.
+            communication_dtype: contributions are rounded to it.
+            patience: how to wait, and how long.
+            record: told of each launch.
+        """
         self.buffer = memory.rows[rank]
         self._rows = memory.rows
         self._board = memory.board
@@ -321,6 +335,7 @@ class SharedMemoryReducer:
         self._ranks = ranks
         self._mean = BlockMean(self.buffer.dtype, communication_dtype, rule)
         self._patience = patience
+        self._record = record
         self._launched = self._reduced = self._completed = 0
         self._in_flight: deque[tuple[int, int]] = deque()  # ranges completed + 1 ... launched
         self._failure = ""
@@ -350,7 +365,7 @@ class SharedMemoryReducer:
         self._launched += 1
         self._in_flight.append((start, stop))
         self._board.launch(self._launched, start, stop)
-        return _RangeWork(self, self._launched)
+        return _RangeWork(self, self._launched, self._record((stop - start) * self.buffer.itemsize, len(self._ranks)))
 
     def close(self) -> None:
         """Leave the group and let go of the others' rows; not collective, and a second call does nothing.
@@ -423,7 +438,7 @@ class SharedMemoryReducer:
             self._fail(
                 number,
                 f"did not complete within {self._patience.timeout_seconds:g} s: waiting for rank(s) {late} {what}. They "
-                "hang, do other work, or need longer: see their logs, or raise the time-out of the process group",
+                "hang or do other work: see their output. If they are only slow, raise DEEPSPEED_TIMEOUT (minutes)",
             )
 
     def _reason_gone(self, rank: int) -> str:
@@ -450,9 +465,10 @@ class SharedMemoryReducer:
 class _RangeWork:
     """One range in flight."""
 
-    def __init__(self, reducer: SharedMemoryReducer, number: int) -> None:
+    def __init__(self, reducer: SharedMemoryReducer, number: int, on_mean: Callable[[], None] | None) -> None:
         self._reducer = reducer
         self._number = number
+        self._on_mean = on_mean
 
     def wait(self) -> None:
         """Block until the range holds the mean on this rank and no other rank touches it any more.
@@ -462,3 +478,6 @@ class _RangeWork:
             UsageError: the reducer was closed meanwhile.
         """
         self._reducer._complete(self._number)
+        if self._on_mean is not None:
+            self._on_mean()
+            self._on_mean = None
