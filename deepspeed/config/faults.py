@@ -1,0 +1,109 @@
+"""What is wrong with a configuration, as values, and the one error that lists all of it.
+
+Lives here: `Fault`, the texts, the choice of the error class. Does not live here: what counts as a fault. Called by every
+module of this room.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from typing import NamedTuple, NoReturn
+
+from pydantic_core import PydanticCustomError
+
+from deepspeed.errors import BatchSizeError, ConfigError, UnbuiltFeatureError
+
+__all__ = ["ABSENT", "Fault", "FaultKind", "Refusal", "nearest", "raise_faults", "refuse"]
+
+
+class _Absent:
+    """Stands for the value of a key that was not given."""
+
+    def __repr__(self) -> str:
+        return "(not given)"
+
+
+ABSENT = _Absent()
+_LONGEST_VALUE = 80
+
+
+class FaultKind(Enum):
+    """Decides the class of the error: see `raise_faults`."""
+
+    VALUE = "value"
+    BATCH = "batch"
+    UNBUILT = "unbuilt"
+
+
+class Fault(NamedTuple):
+    """One thing to correct: where, what was given, what was needed, what to do."""
+
+    path: str
+    """Dotted path as the user spelled it, such as `zero_optimization.offload_param.device`."""
+    given: object
+    needed: str
+    """Continues "needed ..."; no full stop."""
+    cure: str
+    """A sentence, or several."""
+    kind: FaultKind = FaultKind.VALUE
+
+    def __str__(self) -> str:
+        """One line of the report; that of the batch triangle names its keys itself."""
+        if self.kind is FaultKind.BATCH:
+            return self.needed
+        return f"{self.path} = {_show(self.given)}: {self.needed}. {self.cure}"
+
+
+class Refusal(NamedTuple):
+    """A fault as a block sees it: the key is relative to the block and the value is read from there."""
+
+    key: str
+    needed: str
+    cure: str
+
+
+def refuse(needed: str, cure: str = "") -> PydanticCustomError:
+    """Make the exception that a validator of one value raises; the base model adds path, value and a cure when it is empty."""
+    return PydanticCustomError("refused", "{needed}. {cure}", {"needed": needed, "cure": cure})
+
+
+def nearest(word: object, known: Iterable[str]) -> str | None:
+    """Return the known word most like `word`, or None when none is alike."""
+    if not isinstance(word, str):
+        return None
+    by_lower = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(word.lower(), list(by_lower), n=1, cutoff=0.6)
+    return by_lower[close[0]] if close else None
+
+
+def raise_faults(faults: Sequence[Fault], source_name: str) -> NoReturn:
+    """Raise one error that lists every fault.
+
+    Raises:
+        BatchSizeError: when one of them is about the batch triangle (clients catch the AssertionError that it is).
+        UnbuiltFeatureError: when all of them are features that are not built yet.
+        ConfigError: otherwise.
+    """
+    kinds = {fault.kind for fault in faults}
+    error: type[ConfigError] = ConfigError
+    if FaultKind.BATCH in kinds:
+        error = BatchSizeError
+    elif kinds == {FaultKind.UNBUILT}:
+        error = UnbuiltFeatureError
+    count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
+    lines = [f"  {number}. {fault}" for number, fault in enumerate(faults, start=1)]
+    raise error("\n".join([f"{count} in the configuration ({source_name}):", *lines])) from None
+
+
+def _show(value: object) -> str:
+    """Write a value as JSON, as the user knows it, and cut short what is long."""
+    if value is ABSENT:
+        return repr(ABSENT)
+    try:
+        text = json.dumps(value, default=repr)
+    except (TypeError, ValueError):  # keys that are no texts, or a container that holds itself
+        text = repr(value)
+    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."

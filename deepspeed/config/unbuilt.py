@@ -1,0 +1,150 @@
+"""The one list of what a configuration may ask for and this version does not have yet.
+
+Such keys are typed and checked like all others; using one is an error that says so, never ignored. Building a feature means
+deleting its line here. Lives here: the list. Does not live here: anything else. Called by `config.root` and, for the status
+column, by `config.reference`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from deepspeed.config.faults import Fault, FaultKind
+
+__all__ = ["UNBUILT", "Unbuilt", "status_of", "unbuilt_faults"]
+
+
+class Given(Protocol):
+    """The part of a configuration that this module asks; blocks are its attributes."""
+
+    def is_given(self, name: str) -> bool:
+        """Whether the user wrote this block or top-level key."""
+
+
+def _is_true(value: Any) -> bool:
+    return bool(value)
+
+
+def _is_there(value: Any) -> bool:
+    return value is not None
+
+
+def _above(limit: float) -> Callable[[Any], bool]:
+    return lambda value: value is not None and value > limit
+
+
+def _is_offload(value: Any) -> bool:
+    return value not in (None, "none")
+
+
+def _differs_from_default(block: Any) -> bool:
+    return bool(block != type(block)())
+
+
+class Unbuilt(NamedTuple):
+    """One feature."""
+
+    key: str
+    """Dotted path of the key that asks for it; the path of a block stands for all its keys."""
+    instead: str
+    """What to do: a sentence."""
+    is_used: Callable[[Any], bool] = _is_true
+    """Whether this value asks for it."""
+    only_with: str = ""
+    """A second key that must be on, or above 0, for the first to have a meaning."""
+    status: str = "not built yet"
+    """Entry in the status column of the reference."""
+
+    @property
+    def covers(self) -> str:
+        """The path of all keys that belong to the feature: the whole block when `key` is its switch."""
+        return self.key.removesuffix(".enabled")
+
+
+_OFF = "Leave it out."
+_OPTIMIZERS = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "MuSGD", "Muon")
+_STAGE = "zero_optimization.stage"
+
+UNBUILT: tuple[Unbuilt, ...] = (
+    Unbuilt(_STAGE, "Use stage 0.", _above(0), status="0 works; 1, 2, 3 not built yet"),
+    Unbuilt(
+        "zero_optimization.offload_param.device", 'Use "none".', _is_offload, _STAGE, "none works; cpu, nvme not built yet"
+    ),
+    Unbuilt(
+        "zero_optimization.offload_optimizer.device", 'Use "none".', _is_offload, _STAGE, "none works; cpu, nvme not built yet"
+    ),
+    Unbuilt("zero_optimization.offload_optimizer.super_offload", _OFF, only_with=_STAGE),
+    Unbuilt("zero_optimization.zenflow", _OFF, _is_there, _STAGE),
+    Unbuilt("zero_optimization.zero_hpz_partition_size", _OFF, _above(1), _STAGE),
+    Unbuilt("zero_optimization.zero_quantized_weights", _OFF, only_with=_STAGE),
+    Unbuilt("zero_optimization.zero_quantized_nontrainable_weights", _OFF, only_with=_STAGE),
+    Unbuilt("zero_optimization.zero_quantized_gradients", _OFF, only_with=_STAGE),
+    Unbuilt("zero_optimization.zeropp_loco_param", _OFF, _is_there, _STAGE),
+    Unbuilt("zero_optimization.mics_shard_size", _OFF, _above(0), _STAGE),
+    Unbuilt("zero_optimization.mics_hierarchical_params_gather", _OFF, only_with=_STAGE),
+    Unbuilt("fp16.fp16_master_weights_and_grads", _OFF, only_with="fp16.enabled"),
+    Unbuilt("bf16.bf16_master_weights_and_grads", _OFF, only_with="bf16.enabled"),
+    Unbuilt("bf16.bf16_optimizer_states", _OFF, only_with="bf16.enabled"),
+    Unbuilt(
+        "optimizer.type",
+        "Use Adam, AdamW, Adagrad, Lion, Lamb, or a class of torch.optim such as SGD.",
+        lambda kind: kind in _OPTIMIZERS,
+        status=f"works, but {', '.join(_OPTIMIZERS)} are not built yet",
+    ),
+    Unbuilt("amp.enabled", "Use a bf16, fp16 or torch_autocast block."),
+    Unbuilt("graph_harvesting", _OFF),
+    Unbuilt("use_data_before_expert_parallelism", _OFF),
+    Unbuilt("sequence_parallel_size", "Use 1, or leave it out.", _above(1), status="1 works; more is not built yet"),
+    Unbuilt("activation_checkpointing", "Use torch.utils.checkpoint in the model.", _differs_from_default),
+    Unbuilt("flops_profiler.enabled", _OFF),
+    Unbuilt("autotuning.enabled", _OFF),
+    Unbuilt("checkpoint.use_node_local_storage", "Save to a file system that all nodes share, and leave it out."),
+    Unbuilt("checkpoint.parallel_write.pipeline_stage", _OFF),
+    Unbuilt("checkpoint.writer", _OFF, _is_there),
+    Unbuilt("datastates_ckpt", _OFF, _is_there),
+    Unbuilt("nebula.enabled", _OFF),
+    Unbuilt("tensor_parallel.autotp_size", "Use 0, or leave it out.", _above(1), status="0 and 1 work; more is not built yet"),
+    Unbuilt("tensor_parallel.tensor_parallel.tp_size", _OFF, _above(1), status="1 works; more is not built yet"),
+    Unbuilt("expert_parallel.enabled", _OFF),
+    Unbuilt("pipeline", _OFF, _differs_from_default),
+    Unbuilt("compile.deepcompile", "Leave it out; engine.compile() and torch.compile do without."),
+    Unbuilt("compile.passes", _OFF),
+    Unbuilt("hybrid_engine.enabled", _OFF),
+    Unbuilt("sparse_attention", _OFF, _is_there),
+    Unbuilt("progressive_layer_drop.enabled", _OFF),
+    Unbuilt("eigenvalue.enabled", _OFF),
+    Unbuilt("data_efficiency.enabled", _OFF),
+    Unbuilt("curriculum_learning.enabled", _OFF),
+    Unbuilt("compression_training", _OFF, lambda block: block.is_enabled),
+    Unbuilt("quantize_training.enabled", _OFF),
+    Unbuilt("weight_quantization", _OFF, lambda block: block is not None and block.enabled),
+    Unbuilt("elasticity.enabled", "Set train_batch_size and train_micro_batch_size_per_gpu."),
+)
+
+
+def unbuilt_faults(config: Given) -> list[Fault]:
+    """List the features of `UNBUILT` that a configuration asks for."""
+    faults = []
+    for entry in UNBUILT:
+        if not config.is_given(entry.key.partition(".")[0]):
+            continue
+        value = _value_at(config, entry.key)
+        if entry.is_used(value) and (not entry.only_with or _value_at(config, entry.only_with)):
+            shown = value if isinstance(value, (bool, int, float, str)) else "{...}"
+            faults.append(Fault(entry.key, shown, "not built yet in this version", entry.instead, FaultKind.UNBUILT))
+    return faults
+
+
+def status_of(path: str) -> str:
+    """Say in a few words whether a key works: the entry of its own or of the block around it."""
+    around = [entry for entry in UNBUILT if path == entry.covers or path.startswith(f"{entry.covers}.") or path == entry.key]
+    return max(around, key=lambda entry: len(entry.covers)).status if around else "works"
+
+
+def _value_at(config: object, path: str) -> Any:
+    """Follow a dotted path; None where a block on the way is None."""
+    value: Any = config
+    for name in path.split("."):
+        value = None if value is None else getattr(value, name)
+    return value

@@ -1,0 +1,384 @@
+"""The block `zero_optimization` and the blocks inside it.
+
+Lives here: keys, ranges, old spellings, and what keys of these blocks forbid each other. Does not live here: which of them
+this version can do (`config.unbuilt`), sharding itself (`zero`, `offload`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from deepspeed.common.logging import warn_once
+from deepspeed.config.base import ConfigModel
+from deepspeed.config.faults import Refusal
+from deepspeed.config.values import (
+    FilePath,
+    Fraction,
+    NonNegativeWhole,
+    PositiveWhole,
+    TextList,
+    Whole,
+    ZeroStage,
+)
+
+__all__ = ["LeafModuleConfig", "LocoConfig", "OffloadOptimizerConfig", "OffloadParamConfig", "ZeroConfig", "ZenFlowConfig"]
+
+_NVME = Refusal("nvme_path", 'needed a directory with device = "nvme"', 'Name one, for example "/local_nvme".')
+
+
+class OffloadParamConfig(ConfigModel):
+    """`zero_optimization.offload_param`: where parameters rest while they are not in use (stage 3)."""
+
+    device: Literal["none", "cpu", "nvme"] = "none"
+    """Tier that holds the parameters."""
+
+    nvme_path: FilePath = None
+    """Directory on the NVMe device; required when `device` is `nvme`."""
+
+    buffer_count: NonNegativeWhole = 5
+    """Buffers in the pool between NVMe and the device."""
+
+    buffer_size: NonNegativeWhole = 100_000_000
+    """Elements per buffer."""
+
+    max_in_cpu: NonNegativeWhole = 1_000_000_000
+    """Elements kept in host memory when `device` is `nvme`."""
+
+    pin_memory: bool = False
+    """Use page-locked host memory: faster copies, memory the system cannot take back."""
+
+    def check(self) -> Iterable[Refusal]:
+        """NVMe needs a place."""
+        if self.device == "nvme" and self.nvme_path is None:
+            yield _NVME
+
+
+class OffloadOptimizerConfig(ConfigModel):
+    """`zero_optimization.offload_optimizer`: where optimizer state rests between steps (stages 1-3)."""
+
+    device: Literal["none", "cpu", "nvme"] = "none"
+    """Tier that holds the state. The step itself runs on the CPU for both `cpu` and `nvme`."""
+
+    nvme_path: FilePath = None
+    """Directory on the NVMe device; required when `device` is `nvme`."""
+
+    buffer_count: NonNegativeWhole = 4
+    """Buffers in the NVMe pool: at least one per state tensor of the optimizer (Adam needs 4)."""
+
+    pin_memory: bool = False
+    """Use page-locked host memory: faster copies, memory the system cannot take back."""
+
+    pipeline_read: bool = False
+    """Read the next sub-group from NVMe while this one steps."""
+
+    pipeline_write: bool = False
+    """Write the last sub-group to NVMe while this one steps."""
+
+    fast_init: bool = False
+    """Write initial NVMe state straight from the parameters."""
+
+    ratio: Fraction = 1.0
+    """Part of the state that is offloaded, 0..1; below 1 at stage 3 only."""
+
+    super_offload: bool = False
+    """Schedule of the CPU step for processors with a fast link to the device. Stage 3."""
+
+    cpuadam_cores_perc: Fraction = 0.8
+    """Part of the CPU cores, 0..1, that `super_offload` uses for the step."""
+
+    @property
+    def pipeline(self) -> bool:
+        """Whether reads or writes overlap with the step."""
+        return self.pipeline_read or self.pipeline_write
+
+    def check(self) -> Iterable[Refusal]:
+        """NVMe needs a place."""
+        if self.device == "nvme" and self.nvme_path is None:
+            yield _NVME
+
+
+class ZenFlowConfig(ConfigModel):
+    """`zero_optimization.zenflow`: update the most important gradient columns at once, the rest later on the CPU."""
+
+    topk_ratio: Annotated[Fraction, Field(gt=0, lt=1)] = 0.1
+    """Part of the gradient columns that is updated at once on the device; > 0 and < 1."""
+
+    select_strategy: Literal["auto", "step", "epoch"] = "auto"
+    """When the important columns are chosen anew. "auto": every epoch."""
+
+    select_interval: PositiveWhole | Literal["auto"] = "auto"
+    """Steps or epochs between two choices; a number only with a strategy other than "auto"."""
+
+    update_interval: PositiveWhole | Literal["auto"] = "auto"
+    """Steps between updates of the other columns."""
+
+    overlap_step: bool = False
+    """Let the CPU step overlap with the next forward."""
+
+    offload: bool = False
+    """Keep the state of the chosen columns on the CPU."""
+
+    auto_ratio: Fraction = 0.99
+    """Threshold of the rule behind `update_interval` "auto", 0..1."""
+
+    full_warm_up_rounds: NonNegativeWhole = 0
+    """Steps at the start that update everything."""
+
+    pt_reserved_cores_perc: Fraction = 0.5
+    """Part of the CPU cores, 0..1, left to torch."""
+
+    steps_per_epoch: PositiveWhole | None = None
+    """Steps in an epoch; the engine sets it when it has the data loader."""
+
+    def check(self) -> Iterable[Refusal]:
+        """The interval of choices follows its strategy, and is no shorter than the interval of updates."""
+        is_auto = self.select_interval == "auto"
+        if self.select_strategy == "auto" and not is_auto:
+            yield Refusal("select_interval", 'needed "auto", as select_strategy is', 'Set select_strategy to "step" or "epoch".')
+        elif self.select_strategy != "auto" and is_auto:
+            yield Refusal("select_interval", f'needed a number with select_strategy "{self.select_strategy}"', "Write one.")
+        elif isinstance(self.select_interval, int) and isinstance(self.update_interval, int):
+            if self.select_strategy == "step" and self.select_interval < self.update_interval:
+                needed = f"needed at least update_interval, {self.update_interval}"
+                yield Refusal("select_interval", needed, "Raise it, or lower update_interval.")
+
+
+class LeafModuleConfig(ConfigModel):
+    """`zero_optimization.leaf_module`: modules that stage 3 gathers as one unit, without hooks inside."""
+
+    classes: TextList = Field(
+        default_factory=lambda: [
+            "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
+            "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
+            "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
+        ]
+    )
+    """Full names of classes; a single text is a list of one. Default: the sparse MoE blocks of Mixtral, Qwen2 and Qwen3."""
+
+    names: TextList = Field(default_factory=list)
+    """Exact names of modules."""
+
+    name_suffixes: TextList = Field(default_factory=list)
+    """Endings of module names."""
+
+
+class LocoConfig(ConfigModel):
+    """`zero_optimization.zeropp_loco_param`: error feedback for quantized gradients (LoCo, arXiv:2407.04480)."""
+
+    err_beta: Fraction = 0.8
+    """Weight of the remembered error, 0..1."""
+
+    reset_T: PositiveWhole = 1024  # noqa: N815  published spelling
+    """Steps after which the remembered error is dropped."""
+
+
+class ZeroConfig(ConfigModel):
+    """`zero_optimization`: which of optimizer state, gradients and parameters are sharded over ranks, and how."""
+
+    spellings: ClassVar = {
+        **{
+            f"stage3_{key}": key
+            for key in (
+                "prefetch_bucket_size",
+                "param_persistence_threshold",
+                "model_persistence_threshold",
+                "max_live_parameters",
+                "max_reuse_distance",
+                "gather_16bit_weights_on_model_save",
+                "module_granularity_threshold",
+                "use_all_reduce_for_fetch_params",
+                "allgather_sequential",
+            )
+        },
+        "stage3_gather_fp16_weights_on_model_save": "gather_16bit_weights_on_model_save",
+    }
+    deprecated: ClassVar = {
+        "stage3_gather_fp16_weights_on_model_save": "write stage3_gather_16bit_weights_on_model_save",
+        "cpu_offload": 'write offload_optimizer {"device": "cpu"}',
+        "cpu_offload_param": 'write offload_param {"device": "cpu"}',
+        "cpu_offload_use_pin_memory": "write pin_memory inside offload_optimizer or offload_param",
+        "elastic_checkpoint": "every checkpoint loads on any number of ranks; leave it out",
+    }
+
+    stage: ZeroStage = 0
+    """0: nothing is sharded; 1: optimizer state; 2: and gradients; 3: and parameters."""
+
+    contiguous_gradients: bool = True
+    """Copy gradients into one buffer as they appear. Stages 1-3; this engine's gradients always lie in one buffer."""
+
+    reduce_scatter: bool = True
+    """Reduce-scatter gradients instead of all-reducing them. Stages 1-3."""
+
+    reduce_bucket_size: PositiveWhole = 500_000_000
+    """Elements per gradient bucket; > 0."""
+
+    use_multi_rank_bucket_allreduce: bool = True
+    """Reduce the slices of several ranks in one all-reduce. Stages 1 and 2."""
+
+    allgather_partitions: bool = True
+    """Gather updated parameters with an all-gather rather than broadcasts. Accepted; the fastest way is always taken."""
+
+    allgather_bucket_size: PositiveWhole = 500_000_000
+    """Elements gathered at a time after the step; > 0. Stages 1 and 2."""
+
+    overlap_comm: bool | None = None
+    """Reduce gradients while backward runs. Left out: true at stage 3."""
+
+    compute_grad_norm: bool = True
+    """Compute the gradient norm even when clipping is off; false at stages 1 and 2 only."""
+
+    load_from_fp32_weights: bool = True
+    """On load, take the master copy from the checkpoint's fp32 values instead of the 16-bit ones."""
+
+    elastic_checkpoint: bool = False
+    """Deprecated, no effect: every checkpoint loads on any number of ranks."""
+
+    offload_param: OffloadParamConfig | None = None
+    """Where parameters rest. Stage 3."""
+
+    offload_optimizer: OffloadOptimizerConfig | None = None
+    """Where optimizer state rests. Stages 1-3."""
+
+    zenflow: ZenFlowConfig | None = None
+    """Update important gradients at once and the rest later."""
+
+    sub_group_size: PositiveWhole = 1_000_000_000
+    """Elements that one pass of the optimizer step covers; 0 means the default (shipped client files hold it)."""
+
+    prefetch_bucket_size: NonNegativeWhole = 50_000_000
+    """Elements gathered ahead of their use; 0 turns it off. Stage 3."""
+
+    param_persistence_threshold: NonNegativeWhole = 100_000
+    """Parameters of at most this many elements stay gathered. Stage 3."""
+
+    model_persistence_threshold: NonNegativeWhole = sys.maxsize
+    """Upper limit of the elements that stay gathered for that reason. Stage 3."""
+
+    max_live_parameters: NonNegativeWhole = 1_000_000_000
+    """Gathered elements above which parameters are released. Stage 3."""
+
+    max_reuse_distance: NonNegativeWhole = 1_000_000_000
+    """Keep a parameter gathered when it is used again within this many elements. Stage 3."""
+
+    gather_16bit_weights_on_model_save: bool = False
+    """Let `save_16bit_model` gather the whole model on rank 0. Stage 3."""
+
+    module_granularity_threshold: Whole = 0
+    """Gather a module as one unit when its elements per sub-module are below this. Stage 3."""
+
+    use_all_reduce_for_fetch_params: bool = False
+    """Gather by an all-reduce over zero-filled buffers. Stage 3."""
+
+    allgather_sequential: bool = False
+    """Gather parameters one by one: lower peak memory. Stage 3."""
+
+    ignore_unused_parameters: bool = True
+    """Accept parameters without a gradient; false makes them an error. Stages 1 and 2."""
+
+    legacy_stage1: bool = False
+    """Removed: the old form of stage 1. Only false is accepted."""
+
+    round_robin_gradients: bool = False
+    """Deal parameters to shards in turn, so that ranks copy gradients to the host evenly. Stages 1 and 2."""
+
+    parameter_alignment: bool = False
+    """Start each parameter on a 16-byte border of the flat buffer. Stages 1 and 2."""
+
+    zero_hpz_partition_size: PositiveWhole = 1
+    """Ranks that hold a second copy of the parameter shards, usually those of one node; 1 is off. Stage 3
+    (ZeRO++, arXiv:2306.10209)."""
+
+    zero_quantized_weights: bool = False
+    """Gather parameters as 8-bit blocks. Stage 3 (ZeRO++)."""
+
+    zero_quantized_nontrainable_weights: bool = False
+    """Store frozen parameters as 8-bit blocks. Stage 3."""
+
+    zero_quantized_gradients: bool = False
+    """Reduce gradients as 4-bit blocks. Stage 3 (ZeRO++)."""
+
+    zeropp_loco_param: LocoConfig | None = None
+    """Error feedback for `zero_quantized_gradients`."""
+
+    mics_shard_size: Whole = -1
+    """Shard over groups of this many ranks and replicate between groups; -1 is off. Stage 3 (MiCS, arXiv:2205.00119)."""
+
+    mics_hierarchical_params_gather: bool = False
+    """With MiCS, gather between nodes first, then inside the node."""
+
+    memory_efficient_linear: bool = True
+    """`zero.Init` uses a linear function that saves no copy of the weight. Stage 3."""
+
+    pipeline_loading_checkpoint: bool = False
+    """Ranks load checkpoints one after another. Stage 3."""
+
+    override_module_apply: bool = True
+    """`zero.Init` gathers parameters inside `Module.apply`. Stage 3."""
+
+    log_trace_cache_warnings: bool = False
+    """Log when the recorded order of modules no longer holds. Stage 3."""
+
+    enable_sanity_checks: bool = False
+    """Check internal invariants at each step: slow, for finding bugs."""
+
+    save_muon_momentum_buffer_in_memory: bool = False
+    """Keep Muon's momentum out of NVMe. Stage 3."""
+
+    leaf_module: LeafModuleConfig = Field(default_factory=LeafModuleConfig)
+    """Modules that are gathered as one unit. Stage 3."""
+
+    @classmethod
+    def adapt(cls, given: dict[str, object]) -> Iterable[Refusal]:
+        """Move the keys of before `offload_optimizer` and `offload_param`; read `sub_group_size` 0."""
+        faults = [
+            *_move_offload(given, "cpu_offload", "offload_optimizer"),
+            *_move_offload(given, "cpu_offload_param", "offload_param"),
+        ]
+        pin = given.pop("cpu_offload_use_pin_memory", None)
+        for block in ("offload_optimizer", "offload_param"):
+            tier = given.get(block)
+            if pin is not None and isinstance(tier, dict):
+                given[block] = {"pin_memory": pin, **tier}
+        if given.get("sub_group_size") == 0 and given.get("sub_group_size") is not False:
+            del given["sub_group_size"]
+            warn_once("sub_group_size=0", "zero_optimization.sub_group_size = 0: using the default, 1e9; leave it out")
+        return faults
+
+    def check(self) -> Iterable[Refusal]:
+        """What depends on the stage inside this block."""
+        self._warn_of_idle_offload()
+        if self.legacy_stage1:
+            yield Refusal("legacy_stage1", "needed false: the old form of stage 1 is gone", "Leave it out and use stage 1.")
+        if not self.compute_grad_norm and self.stage not in (1, 2):
+            yield Refusal("compute_grad_norm", f"needed true at stage {self.stage}", "Leave it out, or use stage 1 or 2.")
+        offload = self.offload_optimizer
+        if offload is not None and offload.device != "none" and offload.ratio < 1.0 and self.stage != 3:  # noqa: PLR2004
+            yield Refusal("offload_optimizer.ratio", f"needed 1.0 at stage {self.stage}", "Leave it out, or use stage 3.")
+        if self.mics_shard_size < 1 and self.mics_shard_size != -1:
+            yield Refusal("mics_shard_size", "needed a number of ranks >= 1, or -1 for off", "Leave it out.")
+
+    def _warn_of_idle_offload(self) -> None:
+        """Offload at a stage that does not shard what is offloaded moves nothing: the user should know."""
+        if self.offload_param is not None and self.offload_param.device != "none" and self.stage != 3:  # noqa: PLR2004
+            warn_once("offload_param", "zero_optimization.offload_param has no effect at stage %d: use stage 3", self.stage)
+        if self.offload_optimizer is not None and self.offload_optimizer.device != "none" and self.stage == 0:
+            warn_once("offload_optimizer", "zero_optimization.offload_optimizer has no effect at stage 0: use stage 1, 2 or 3")
+
+
+def _move_offload(given: dict[str, object], old: str, new: str) -> Iterable[Refusal]:
+    """Read the boolean `old` as a block `new` with device cpu."""
+    if old not in given:
+        return
+    flag = given.pop(old)
+    if flag is None or flag == "auto":
+        return
+    if not isinstance(flag, bool):
+        yield Refusal(old, "needed true or false", f'Write {new} {{"device": "cpu"}} in its place.')
+    elif given.get(new) is not None:
+        yield Refusal(old, f'"{old}" and "{new}" are one setting', f'Keep "{new}" alone.')
+    elif flag:
+        given[new] = {"device": "cpu"}
