@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from deepspeed.launcher.ports import DEFAULT_PORT
 
@@ -128,7 +129,7 @@ def _add_rank_flags(group: argparse._ActionsContainer) -> None:
 
 
 def launch_argv(args: argparse.Namespace, world_info: str, master_addr: str, master_port: int, save_pid: int) -> list[str]:
-    """The command that starts the ranks of one host.
+    """The command that starts the ranks of this host.
 
     Args:
         args: what `parse_runner_args` returned.
@@ -137,7 +138,7 @@ def launch_argv(args: argparse.Namespace, world_info: str, master_addr: str, mas
         master_port: port where ranks meet.
         save_pid: see `parse_launch_args`.
     """
-    words = [sys.executable, "-u", "-m", "deepspeed.launcher.launch"]
+    words = [sys.executable, "-u", *_safe_path(), "-m", "deepspeed.launcher.launch"]
     words += [f"--world_info={world_info}", f"--master_addr={master_addr}", f"--master_port={master_port}"]
     words += [f"--node_rank={args.node_rank}"] if args.no_ssh else []
     words += [f"--{flag}" for flag in ("no_python", "module", "no_local_rank") if getattr(args, flag)]
@@ -148,6 +149,16 @@ def launch_argv(args: argparse.Namespace, world_info: str, master_addr: str, mas
     words += ["--quiet"] if args.quiet else []
     words += [f"--log_level={args.log_level}"]
     return [*words, "--", args.user_script, *args.user_args]
+
+
+def _safe_path() -> list[str]:
+    """The flag that keeps a `tty.py` or `queue.py` of the user's working directory from standing in for Python's own.
+
+    Not where this package itself comes from the working directory, and not before Python 3.11, which lacks the flag.
+    """
+    root = Path(__file__).parents[2]
+    needs_folder = root == Path.cwd() and str(root) not in sys.path[1:]
+    return ["-P"] if sys.version_info >= (3, 11) and not needs_folder else []
 
 
 def rank_argv(args: argparse.Namespace, local_rank: int) -> list[str]:

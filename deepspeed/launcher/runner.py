@@ -99,8 +99,8 @@ def run(args: argparse.Namespace) -> int:
     _check_node_rank(args, list(selection))
     master_addr = args.master_addr or "127.0.0.1"
     with _meeting_port(args, len(selection)) as lease:
-        ranks = sum(len(slots) for slots in selection.values())
-        logger.info("%d ranks on %s meet at %s:%d", ranks, ", ".join(selection), master_addr, lease.port)
+        world_size = sum(len(slots) for slots in selection.values())
+        logger.info("world size %d on %s, meeting at %s:%d", world_size, ", ".join(selection), master_addr, lease.port)
         save_pid = os.getpid() if args.save_pid else 0
         status = _run_launcher(launch_argv(args, encode_world_info(selection), master_addr, lease.port, save_pid), environ)
     if save_pid:
@@ -169,8 +169,8 @@ def _refuse_unbuilt(args: argparse.Namespace, hosts: Sequence[str]) -> None:
     if args.force_multi or len(hosts) > 1 or far:
         raise LaunchError(
             f"this job needs --launcher {args.launcher} for {', '.join(far or hosts)}: starting ranks on other hosts is not "
-            "built yet in this version. Run the same command on each host with --no_ssh --node_rank N --master_addr ADDRESS, "
-            "or use torchrun there, or choose slots of this machine only (--include localhost)."
+            "built yet in this version. Run the same command on each with --no_ssh --node_rank N --master_addr ADDRESS, or "
+            "use torchrun there, or choose slots of this machine only (--include localhost)."
         )
 
 
