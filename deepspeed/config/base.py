@@ -53,6 +53,7 @@ class ConfigModel(BaseModel):
     """Other accepted spelling of a key -> its field."""
     deprecated: ClassVar[Mapping[str, str]] = {}
     """Old key -> what to write instead. Using one warns; it stands in `spellings` or `adapt` moves it."""
+
     @classmethod
     def adapt(cls, given: dict[str, object]) -> Iterable[Refusal]:
         """Move deprecated keys to their replacements, in place; `given` is this block's own copy."""
@@ -114,7 +115,9 @@ def parse(build: Callable[[Any], _Model], given: Mapping[str, object]) -> tuple[
 def faults_of(errors: Iterable[ErrorDetails], prefix: str = "") -> list[Fault]:
     """Turn the lines of a block's ValidationError into faults; `prefix` is the block's path."""
     return [
-        Fault(".".join(map(str, (prefix, *e["loc"]) if prefix else e["loc"])), e["input"], e["ctx"]["needed"], e["ctx"]["cure"])
+        Fault(
+            ".".join(map(str, (prefix, *e["loc"]) if prefix else e["loc"])), e["input"], e["ctx"]["needed"], e["ctx"]["cure"]
+        )
         for e in errors
     ]
 
@@ -133,11 +136,11 @@ def unknown_key(key: str, block: str, known: Iterable[str]) -> tuple[str, str]:
     """Say `(needed, cure)` for a key that does not exist in `block`."""
     names = sorted(known)
     close = nearest(key, names)
-    listed = f"Keys here: {', '.join(names)}." if len(names) <= 24 else "docs/reference/config.md lists the keys."  # noqa: PLR2004
+    listed = f"Keys here: {', '.join(names)}." if len(names) <= 24 else "docs/reference/config.md lists the keys."
     return f"unknown key of {block}", f'Did you mean "{close}"?' if close else listed
 
 
-def _build_other(cls: type[ConfigModel], given: object, build: Callable[[Any], Any]) -> Any:
+def _build_other(cls: type[_Model], given: object, build: Callable[[Any], _Model]) -> _Model:
     """Let instances pass; refuse what is neither a block nor an instance."""
     if isinstance(given, cls):
         return build(given)
@@ -220,7 +223,12 @@ _NEEDED = {
     "missing": "needed, and has no default",
     "none_required": "needed null",
 }
-_BOUNDS = {"greater_than": (">", "gt"), "greater_than_equal": (">=", "ge"), "less_than": ("<", "lt"), "less_than_equal": ("<=", "le")}
+_BOUNDS = {
+    "greater_than": (">", "gt"),
+    "greater_than_equal": (">=", "ge"),
+    "less_than": ("<", "lt"),
+    "less_than_equal": ("<=", "le"),
+}
 
 
 def _needed(error: ErrorDetails) -> str:
@@ -301,4 +309,4 @@ def _value(model: BaseModel, key: str) -> object:
 def _title(cls: type[ConfigModel]) -> str:
     """The block's name as its docstring gives it in backquotes, else the class name."""
     parts = (cls.__doc__ or "").split("`")
-    return f'"{parts[1]}"' if len(parts) > 2 else cls.__name__  # noqa: PLR2004
+    return f'"{parts[1]}"' if len(parts) > 2 else cls.__name__

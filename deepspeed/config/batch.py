@@ -84,7 +84,8 @@ def _mismatch(train: int, micro: int | None, accumulation: int | None, ranks: in
     found = ""
     if micro and accumulation:
         found = f" but {micro} x {accumulation} x {ranks} = {micro * accumulation * ranks}"
-    return f"{_CHECK}: {', '.join(given)} on {ranks} data-parallel {_ranks(ranks)}{found}; needed train_batch_size = {product}. {_cure(train, micro, accumulation, ranks)}"
+    what = f"{_CHECK}: {', '.join(given)} on {ranks} data-parallel {_ranks(ranks)}{found}"
+    return f"{what}; needed train_batch_size = {product}. {_cure(train, micro, accumulation, ranks)}"
 
 
 def _cure(train: int, micro: int | None, accumulation: int | None, ranks: int) -> str:

@@ -11,9 +11,15 @@ from typing import Any, Generic, TypeVar, cast
 
 from deepspeed.config.base import ConfigModel
 
-__all__ = ["Block", "OptionalBlock", "blocks_of"]
+__all__ = ["Block", "OptionalBlock", "blocks_of", "load_model"]
 
 _M = TypeVar("_M", bound=ConfigModel)
+
+
+def load_model(where: str) -> type[ConfigModel]:
+    """Import a model named as `module:Class` inside this room."""
+    module, _, attribute = where.partition(":")
+    return cast("type[ConfigModel]", getattr(importlib.import_module(f"deepspeed.config.{module}"), attribute))
 
 
 class _Named(Generic[_M]):
@@ -31,8 +37,7 @@ class _Named(Generic[_M]):
     @property
     def model(self) -> type[_M]:
         """The model's class."""
-        module, _, attribute = self.where.partition(":")
-        return cast("type[_M]", getattr(importlib.import_module(f"deepspeed.config.{module}"), attribute))
+        return cast("type[_M]", load_model(self.where))
 
     def _held(self, config: Any) -> _M | None:
         return cast("_M | None", config._blocks.get(self.name))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from deepspeed.config.base import ConfigModel
 from deepspeed.config.values import PositiveNumber, PositiveWhole, UpperCase
@@ -96,9 +96,9 @@ class NebulaConfig(ConfigModel):
 
 
 class DataStatesConfig(ConfigModel):
-    """`datastates_ckpt` (also spelled `data_states`): background saves by the package `datastates`, which reads further keys."""
+    """`datastates_ckpt` (also `data_states`): background saves by the package `datastates`, which reads further keys."""
 
-    model_config = {"extra": "allow"}
+    model_config = ConfigDict(extra="allow")
 
     host_cache_size: PositiveNumber | None = None
     """Pinned host memory for the cache, in GB; > 0."""

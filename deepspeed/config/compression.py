@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from deepspeed.config.base import ConfigModel
 from deepspeed.config.faults import Refusal
@@ -370,7 +370,7 @@ class WeightQuantizationConfig(ConfigModel):
 class QuantizeTrainingConfig(ConfigModel):
     """`quantize_training`: an old block; write `compression_training`. Its further keys are not read."""
 
-    model_config = {"extra": "allow"}
+    model_config = ConfigDict(extra="allow")
 
     enabled: bool = False
     """Quantize while training."""

@@ -69,7 +69,7 @@ class ElasticityConfig(ConfigModel):
                 yield Refusal(key, "needed when elasticity is enabled", "Give it, for example 2000 and [2, 4, 6].")
         if self.max_gpus < self.min_gpus:
             yield Refusal("max_gpus", f"needed at least min_gpus, {self.min_gpus}", "Raise it.")
-        if self.model_parallel_size > 1 and self.version < 0.2:  # noqa: PLR2004
+        if self.model_parallel_size > 1 and self.version < 0.2:
             yield Refusal("model_parallel_size", "needed 1 with version 0.1", "Use version 0.2.")
         if self.num_gpus_per_node % self.model_parallel_size:
             needed = f"needed a divisor of num_gpus_per_node, {self.num_gpus_per_node}"

@@ -66,7 +66,7 @@ class Refusal(NamedTuple):
 
 
 def refuse(needed: str, cure: str = "") -> PydanticCustomError:
-    """Make the exception that a validator of one value raises; the base model adds path, value and a cure when it is empty."""
+    """Make the exception that a validator of one value raises; the base model adds the path, and a cure for an empty one."""
     return PydanticCustomError("refused", "{needed}. {cure}", {"needed": needed, "cure": cure})
 
 

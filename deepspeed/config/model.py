@@ -52,7 +52,13 @@ _BIGBIRD = {"num_random_blocks", "num_sliding_window_blocks", "num_global_blocks
 _GLOBAL = {"global_block_indices", "global_block_end_indices"}
 _KEYS_OF_MODE = {
     "dense": set[str](),
-    "fixed": {"num_local_blocks", "num_global_blocks", "attention", "horizontal_global_attention", "num_different_global_patterns"},
+    "fixed": {
+        "num_local_blocks",
+        "num_global_blocks",
+        "attention",
+        "horizontal_global_attention",
+        "num_different_global_patterns",
+    },
     "variable": {"num_random_blocks", "local_window_blocks", "attention", "horizontal_global_attention", *_GLOBAL},
     "bigbird": _BIGBIRD,
     "bslongformer": {"num_sliding_window_blocks", *_GLOBAL},

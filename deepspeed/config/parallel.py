@@ -140,9 +140,7 @@ class ExpertParallelConfig(ConfigModel):
     expert_tensor_parallel_size: Literal[1] = 1
     """Ranks that share each expert; only 1."""
 
-    preset_model: (
-        Literal["mixtral", "qwen3_moe", "qwen3_5_moe", "deepseek_v2", "deepseek_v3", "minimax_m3"] | None
-    ) = None
+    preset_model: Literal["mixtral", "qwen3_moe", "qwen3_5_moe", "deepseek_v2", "deepseek_v3", "minimax_m3"] | None = None
     """Built-in description of one model family. Left out: found from the model."""
 
     moe_layer_pattern: str | None = None

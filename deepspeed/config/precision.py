@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from deepspeed.config.base import ConfigModel
 from deepspeed.config.faults import Refusal
@@ -55,12 +55,16 @@ class FP16Config(ConfigModel):
         if self.loss_scale_window < 1:
             yield Refusal("loss_scale_window", "needed a whole number > 0", "The default is 1000.")
         if self.hysteresis < 1:
-            yield Refusal("hysteresis", "needed a whole number >= 1", "1 halves the scale at the first overflow; the default is 2.")
+            yield Refusal(
+                "hysteresis", "needed a whole number >= 1", "1 halves the scale at the first overflow; the default is 2."
+            )
         if self.min_loss_scale <= 0:
             yield Refusal("min_loss_scale", "needed a number > 0", "The default is 1.")
         elif self.min_loss_scale > 2.0**self.initial_scale_power:
             start = f"2 ** initial_scale_power = {2.0**self.initial_scale_power:g}"
-            yield Refusal("min_loss_scale", f"needed at most the first scale, {start}", "Lower it, or raise initial_scale_power.")
+            yield Refusal(
+                "min_loss_scale", f"needed at most the first scale, {start}", "Lower it, or raise initial_scale_power."
+            )
 
 
 class BF16Config(ConfigModel):
@@ -132,7 +136,7 @@ class DataTypesConfig(ConfigModel):
 class AmpConfig(ConfigModel):
     """`amp`: NVIDIA Apex mixed precision; every further key is an argument of `apex.amp.initialize`."""
 
-    model_config = {"extra": "allow"}
+    model_config = ConfigDict(extra="allow")
 
     enabled: bool = False
     """Use Apex. Write a `bf16`, `fp16` or `torch_autocast` block instead."""

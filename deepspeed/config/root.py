@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, cast
 
 from pydantic import ConfigDict, PrivateAttr
 
@@ -49,10 +49,10 @@ if TYPE_CHECKING:
     from deepspeed.config.scheduler import SchedulerConfig
     from deepspeed.config.zero import ZeroConfig
 
-__all__ = ["CROSS_CHECKS", "DeepSpeedConfig", "Mesh", "ParallelUnit"]
+__all__ = ["BLOCK_SPELLINGS", "CROSS_CHECKS", "MONITORS", "DeepSpeedConfig", "Mesh", "ParallelUnit"]
 
-_MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
-_SPELLINGS = {"bfloat16": "bf16", "data_states": "datastates_ckpt"}
+MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
+BLOCK_SPELLINGS = {"bfloat16": "bf16", "data_states": "datastates_ckpt"}
 
 
 class ParallelUnit(Protocol):
@@ -94,41 +94,43 @@ class DeepSpeedConfig(TopLevel):
 
     model_config = ConfigDict(ignored_types=(Block, OptionalBlock))
 
-    optimizer = OptionalBlock["OptimizerConfig"]("optimizer:OptimizerConfig")
-    scheduler = OptionalBlock["SchedulerConfig"]("scheduler:SchedulerConfig")
-    fp16 = Block["FP16Config"]("precision:FP16Config")
-    bf16 = Block["BF16Config"]("precision:BF16Config")
-    torch_autocast = Block["TorchAutocastConfig"]("precision:TorchAutocastConfig")
-    data_types = Block["DataTypesConfig"]("precision:DataTypesConfig")
-    amp = Block["AmpConfig"]("precision:AmpConfig")
-    zero_optimization = Block["ZeroConfig"]("zero:ZeroConfig")
-    activation_checkpointing = Block["ActivationCheckpointingConfig"]("memory:ActivationCheckpointingConfig")
-    aio = Block["AioConfig"]("memory:AioConfig")
-    checkpoint = Block["CheckpointConfig"]("checkpoint:CheckpointConfig")
-    nebula = Block["NebulaConfig"]("checkpoint:NebulaConfig")
-    datastates_ckpt = OptionalBlock["DataStatesConfig"]("checkpoint:DataStatesConfig")
-    tensorboard = Block["TensorBoardConfig"]("monitor:TensorBoardConfig")
-    csv_monitor = Block["CsvMonitorConfig"]("monitor:CsvMonitorConfig")
-    wandb = Block["WandbConfig"]("monitor:WandbConfig")
-    comet = Block["CometConfig"]("monitor:CometConfig")
-    comms_logger = Block["CommsLoggerConfig"]("observe:CommsLoggerConfig")
-    flops_profiler = Block["FlopsProfilerConfig"]("observe:FlopsProfilerConfig")
-    timers = Block["TimersConfig"]("observe:TimersConfig")
-    autotuning = Block["AutotuningConfig"]("observe:AutotuningConfig")
-    elasticity = Block["ElasticityConfig"]("elasticity:ElasticityConfig")
-    tensor_parallel = Block["TensorParallelConfig"]("parallel:TensorParallelConfig")
-    expert_parallel = Block["ExpertParallelConfig"]("parallel:ExpertParallelConfig")
-    pipeline = Block["PipelineConfig"]("parallel:PipelineConfig")
-    compile = Block["CompileConfig"]("compile:CompileConfig")
-    hybrid_engine = Block["HybridEngineConfig"]("model:HybridEngineConfig")
-    sparse_attention = OptionalBlock["SparseAttentionConfig"]("model:SparseAttentionConfig")
-    progressive_layer_drop = Block["ProgressiveLayerDropConfig"]("model:ProgressiveLayerDropConfig")
-    eigenvalue = Block["EigenvalueConfig"]("model:EigenvalueConfig")
-    data_efficiency = Block["DataEfficiencyConfig"]("data:DataEfficiencyConfig")
-    curriculum_learning = Block["CurriculumLearningConfig"]("data:CurriculumLearningConfig")
-    compression_training = Block["CompressionConfig"]("compression:CompressionConfig")
-    quantize_training = Block["QuantizeTrainingConfig"]("compression:QuantizeTrainingConfig")
-    weight_quantization = OptionalBlock["WeightQuantizationConfig"]("compression:WeightQuantizationConfig")
+    optimizer: ClassVar[OptionalBlock[OptimizerConfig]] = OptionalBlock("optimizer:OptimizerConfig")
+    scheduler: ClassVar[OptionalBlock[SchedulerConfig]] = OptionalBlock("scheduler:SchedulerConfig")
+    fp16: ClassVar[Block[FP16Config]] = Block("precision:FP16Config")
+    bf16: ClassVar[Block[BF16Config]] = Block("precision:BF16Config")
+    torch_autocast: ClassVar[Block[TorchAutocastConfig]] = Block("precision:TorchAutocastConfig")
+    data_types: ClassVar[Block[DataTypesConfig]] = Block("precision:DataTypesConfig")
+    amp: ClassVar[Block[AmpConfig]] = Block("precision:AmpConfig")
+    zero_optimization: ClassVar[Block[ZeroConfig]] = Block("zero:ZeroConfig")
+    activation_checkpointing: ClassVar[Block[ActivationCheckpointingConfig]] = Block("memory:ActivationCheckpointingConfig")
+    aio: ClassVar[Block[AioConfig]] = Block("memory:AioConfig")
+    checkpoint: ClassVar[Block[CheckpointConfig]] = Block("checkpoint:CheckpointConfig")
+    nebula: ClassVar[Block[NebulaConfig]] = Block("checkpoint:NebulaConfig")
+    datastates_ckpt: ClassVar[OptionalBlock[DataStatesConfig]] = OptionalBlock("checkpoint:DataStatesConfig")
+    tensorboard: ClassVar[Block[TensorBoardConfig]] = Block("monitor:TensorBoardConfig")
+    csv_monitor: ClassVar[Block[CsvMonitorConfig]] = Block("monitor:CsvMonitorConfig")
+    wandb: ClassVar[Block[WandbConfig]] = Block("monitor:WandbConfig")
+    comet: ClassVar[Block[CometConfig]] = Block("monitor:CometConfig")
+    comms_logger: ClassVar[Block[CommsLoggerConfig]] = Block("observe:CommsLoggerConfig")
+    flops_profiler: ClassVar[Block[FlopsProfilerConfig]] = Block("observe:FlopsProfilerConfig")
+    timers: ClassVar[Block[TimersConfig]] = Block("observe:TimersConfig")
+    autotuning: ClassVar[Block[AutotuningConfig]] = Block("observe:AutotuningConfig")
+    elasticity: ClassVar[Block[ElasticityConfig]] = Block("elasticity:ElasticityConfig")
+    tensor_parallel: ClassVar[Block[TensorParallelConfig]] = Block("parallel:TensorParallelConfig")
+    expert_parallel: ClassVar[Block[ExpertParallelConfig]] = Block("parallel:ExpertParallelConfig")
+    pipeline: ClassVar[Block[PipelineConfig]] = Block("parallel:PipelineConfig")
+    compile: ClassVar[Block[CompileConfig]] = Block("compile:CompileConfig")
+    hybrid_engine: ClassVar[Block[HybridEngineConfig]] = Block("model:HybridEngineConfig")
+    sparse_attention: ClassVar[OptionalBlock[SparseAttentionConfig]] = OptionalBlock("model:SparseAttentionConfig")
+    progressive_layer_drop: ClassVar[Block[ProgressiveLayerDropConfig]] = Block("model:ProgressiveLayerDropConfig")
+    eigenvalue: ClassVar[Block[EigenvalueConfig]] = Block("model:EigenvalueConfig")
+    data_efficiency: ClassVar[Block[DataEfficiencyConfig]] = Block("data:DataEfficiencyConfig")
+    curriculum_learning: ClassVar[Block[CurriculumLearningConfig]] = Block("data:CurriculumLearningConfig")
+    compression_training: ClassVar[Block[CompressionConfig]] = Block("compression:CompressionConfig")
+    quantize_training: ClassVar[Block[QuantizeTrainingConfig]] = Block("compression:QuantizeTrainingConfig")
+    weight_quantization: ClassVar[OptionalBlock[WeightQuantizationConfig]] = OptionalBlock(
+        "compression:WeightQuantizationConfig"
+    )
 
     _raw: dict[str, Any] = PrivateAttr(default_factory=dict)
     _blocks: dict[str, ConfigModel] = PrivateAttr(default_factory=dict)
@@ -151,7 +153,7 @@ class DeepSpeedConfig(TopLevel):
         scalar_faults = faults_of(errors)
         wrong = {fault.path for fault in scalar_faults}
         faults = [*placed.faults, *scalar_faults, *self._read_blocks(placed.blocks, wrong), *self._clip_as_optimizer_says()]
-        faults += [fault for check in CROSS_CHECKS if not check.rests_on(wrong) for fault in check.find(self)]
+        faults += [fault for check in CROSS_CHECKS if check.concerns(self, wrong) for fault in check.find(self)]
         if not wrong & _BATCH_KEYS:
             faults += self._resolve_batch(_Places(mpu, mesh_device, dp_world_size, world_size))
         faults += unbuilt_faults(self)
@@ -234,7 +236,9 @@ class DeepSpeedConfig(TopLevel):
         ranks = places.dp_world_size(self)
         faults = []
         if self.data_parallel_size not in (None, ranks):
-            faults.append(Fault("data_parallel_size", self.data_parallel_size, f"needed {ranks}, the ranks there are", "Leave it out."))
+            faults.append(
+                Fault("data_parallel_size", self.data_parallel_size, f"needed {ranks}, the ranks there are", "Leave it out.")
+            )
         given = (self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps)
         try:
             sizes = resolve_batch(*given, ranks)
@@ -298,12 +302,12 @@ def _place(raw: Mapping[str, Any], blocks: Mapping[str, object]) -> _Placed:
     for key, value in raw.items():
         if key == "monitor_config":
             _place_monitors(value, placed)
-        elif (name := _SPELLINGS.get(key, key)) in blocks:
+        elif (name := BLOCK_SPELLINGS.get(key, key)) in blocks:
             _place_block(name, key, value, placed)
         elif key in TopLevel.model_fields:
             placed.scalars[key] = value
         else:
-            known = (*TopLevel.model_fields, *blocks, *_SPELLINGS, "monitor_config")
+            known = (*TopLevel.model_fields, *blocks, *BLOCK_SPELLINGS, "monitor_config")
             placed.faults.append(Fault(key, value, *unknown_key(key, "the top level", known)))
     return placed
 
@@ -316,10 +320,10 @@ def _place_monitors(block: object, placed: _Placed) -> None:
         placed.faults.append(Fault("monitor_config", block, "needed a block of keys", "Write {...}."))
         return
     for key, value in block.items():
-        if key in _MONITORS:
+        if key in MONITORS:
             _place_block(key, f"monitor_config.{key}", value, placed)
         else:
-            placed.faults.append(Fault(f"monitor_config.{key}", value, *unknown_key(key, "monitor_config", _MONITORS)))
+            placed.faults.append(Fault(f"monitor_config.{key}", value, *unknown_key(key, "monitor_config", MONITORS)))
 
 
 def _place_block(name: str, path: str, value: object, placed: _Placed) -> None:
@@ -329,7 +333,9 @@ def _place_block(name: str, path: str, value: object, placed: _Placed) -> None:
         placed.faults.append(Fault(path, value, both, f'Keep "{name}" alone.'))
         return
     if name == "zero_optimization" and isinstance(value, bool):
-        warn_once("zero_optimization=bool", 'zero_optimization = true or false is deprecated: write {"stage": 1} or leave it out')
+        warn_once(
+            "zero_optimization=bool", 'zero_optimization = true or false is deprecated: write {"stage": 1} or leave it out'
+        )
         value = {"stage": int(value)}
     if name == "datastates_ckpt" and isinstance(value, bool):
         value = {} if value else None
@@ -344,9 +350,11 @@ class CrossCheck(NamedTuple):
     reads: tuple[str, ...]
     """Keys or blocks it reads; when one of them is wrong in itself, the check is left out."""
 
-    def rests_on(self, wrong: Iterable[str]) -> bool:
-        """Whether one of these faults concerns what the check reads."""
-        return any(path == key or key.startswith(f"{path}.") for path in wrong for key in self.reads)
+    def concerns(self, config: DeepSpeedConfig, wrong: Iterable[str]) -> bool:
+        """Whether something it reads was given, and nothing it reads is wrong in itself."""
+        if not any(config.is_given(key.partition(".")[0]) for key in self.reads):
+            return False
+        return not any(path == key or key.startswith(f"{path}.") for path in wrong for key in self.reads)
 
 
 def one_16_bit_format(config: DeepSpeedConfig) -> Iterable[Fault]:
@@ -372,7 +380,9 @@ def parameters_have_the_mode(config: DeepSpeedConfig) -> Iterable[Fault]:
     mode = "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32"
     stated = config.data_types.param_dtype
     if stated not in (None, mode):
-        yield Fault("data_types.param_dtype", stated, f"needed {mode}, as the fp16 and bf16 blocks say", "Change one of them.")
+        yield Fault(
+            "data_types.param_dtype", stated, f"needed {mode}, as the fp16 and bf16 blocks say", "Change one of them."
+        )
 
 
 def amp_stands_alone(config: DeepSpeedConfig) -> Iterable[Fault]:

@@ -129,5 +129,7 @@ class TopLevel(ConfigModel):
         """Warn about a vocabulary that matrix units do not like."""
         if self.vocabulary_size is not None and self.vocabulary_size % 8:
             wanted = -(-self.vocabulary_size // 8) * 8
-            warn_once("vocabulary_size", "vocabulary_size = %d is no multiple of 8; %d would be", self.vocabulary_size, wanted)
+            warn_once(
+                "vocabulary_size", "vocabulary_size = %d is no multiple of 8; %d would be", self.vocabulary_size, wanted
+            )
         return ()

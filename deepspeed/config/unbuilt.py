@@ -72,7 +72,11 @@ UNBUILT: tuple[Unbuilt, ...] = (
         "zero_optimization.offload_param.device", 'Use "none".', _is_offload, _STAGE, "none works; cpu, nvme not built yet"
     ),
     Unbuilt(
-        "zero_optimization.offload_optimizer.device", 'Use "none".', _is_offload, _STAGE, "none works; cpu, nvme not built yet"
+        "zero_optimization.offload_optimizer.device",
+        'Use "none".',
+        _is_offload,
+        _STAGE,
+        "none works; cpu, nvme not built yet",
     ),
     Unbuilt("zero_optimization.offload_optimizer.super_offload", _OFF, only_with=_STAGE),
     Unbuilt("zero_optimization.zenflow", _OFF, _is_there, _STAGE),
@@ -104,7 +108,9 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("checkpoint.writer", _OFF, _is_there),
     Unbuilt("datastates_ckpt", _OFF, _is_there),
     Unbuilt("nebula.enabled", _OFF),
-    Unbuilt("tensor_parallel.autotp_size", "Use 0, or leave it out.", _above(1), status="0 and 1 work; more is not built yet"),
+    Unbuilt(
+        "tensor_parallel.autotp_size", "Use 0, or leave it out.", _above(1), status="0 and 1 work; more is not built yet"
+    ),
     Unbuilt("tensor_parallel.tensor_parallel.tp_size", _OFF, _above(1), status="1 works; more is not built yet"),
     Unbuilt("expert_parallel.enabled", _OFF),
     Unbuilt("pipeline", _OFF, _differs_from_default),

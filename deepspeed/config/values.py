@@ -24,8 +24,8 @@ __all__ = [
     "Dtype",
     "DtypeOrInt8",
     "FilePath",
-    "Freeform",
     "Fraction",
+    "Freeform",
     "LowerCase",
     "NonNegativeNumber",
     "NonNegativeWhole",
@@ -118,7 +118,9 @@ def _betas(value: object) -> object:
 def _text_list(value: object) -> object:
     """One text is a list of one; repeated entries are dropped, the order stays."""
     items = [value] if isinstance(value, str) else value
-    return list(dict.fromkeys(items)) if isinstance(items, (list, tuple)) and all(isinstance(i, str) for i in items) else items
+    return (
+        list(dict.fromkeys(items)) if isinstance(items, (list, tuple)) and all(isinstance(i, str) for i in items) else items
+    )
 
 
 def _no_empty_path(value: object) -> object:

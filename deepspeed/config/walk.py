@@ -12,6 +12,7 @@ from typing import NamedTuple
 from deepspeed.config.base import ConfigModel, block_of
 from deepspeed.config.blocks import blocks_of
 from deepspeed.config.faults import Fault
+from deepspeed.config.typed import TypedBlock
 
 __all__ = ["Section", "sections", "with_home"]
 
@@ -33,8 +34,9 @@ def sections(root: type[ConfigModel]) -> Iterator[Section]:
 
 def _inside(path: str, model: type[ConfigModel]) -> Iterator[Section]:
     yield Section(path, model)
-    for kind, params in getattr(model, "known", {}).items():
-        yield Section(f"{path}.params ({kind})", params)
+    if issubclass(model, TypedBlock):
+        for kind in model.known:
+            yield Section(f"{path}.params ({kind})", model.params_model(kind))
     for name, field in model.model_fields.items():
         inner = block_of(field.annotation)
         if inner is not None:
@@ -45,7 +47,7 @@ def _inside(path: str, model: type[ConfigModel]) -> Iterator[Section]:
 
 def with_home(fault: Fault, root: type[ConfigModel]) -> Fault:
     """Add to the fault of an unknown key in which other block the key exists."""
-    if not fault.needed.startswith("unknown key"):
+    if not fault.needed.startswith("unknown key") or fault.cure.startswith("Did you mean"):
         return fault
     key = fault.path.rpartition(".")[2]
     homes = [section.path for section in sections(root) if key in section.model.known_keys()]
@@ -53,4 +55,4 @@ def with_home(fault: Fault, root: type[ConfigModel]) -> Fault:
     if not homes:
         return fault
     places = ["the top level" if home in ("", key) else home for home in dict.fromkeys(homes)]
-    return fault._replace(cure=f'"{key}" is a key of {" and of ".join(places[:3])}. {fault.cure}')
+    return fault._replace(cure=f'"{key}" is a key of {" and of ".join(places[:3])}: move it there.')

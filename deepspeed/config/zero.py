@@ -25,7 +25,7 @@ from deepspeed.config.values import (
     ZeroStage,
 )
 
-__all__ = ["LeafModuleConfig", "LocoConfig", "OffloadOptimizerConfig", "OffloadParamConfig", "ZeroConfig", "ZenFlowConfig"]
+__all__ = ["LeafModuleConfig", "LocoConfig", "OffloadOptimizerConfig", "OffloadParamConfig", "ZenFlowConfig", "ZeroConfig"]
 
 _NVME = Refusal("nvme_path", 'needed a directory with device = "nvme"', 'Name one, for example "/local_nvme".')
 
@@ -138,13 +138,14 @@ class ZenFlowConfig(ConfigModel):
         """The interval of choices follows its strategy, and is no shorter than the interval of updates."""
         is_auto = self.select_interval == "auto"
         if self.select_strategy == "auto" and not is_auto:
-            yield Refusal("select_interval", 'needed "auto", as select_strategy is', 'Set select_strategy to "step" or "epoch".')
+            yield Refusal(
+                "select_interval", 'needed "auto", as select_strategy is', 'Set select_strategy to "step" or "epoch".'
+            )
         elif self.select_strategy != "auto" and is_auto:
             yield Refusal("select_interval", f'needed a number with select_strategy "{self.select_strategy}"', "Write one.")
-        elif isinstance(self.select_interval, int) and isinstance(self.update_interval, int):
-            if self.select_strategy == "step" and self.select_interval < self.update_interval:
-                needed = f"needed at least update_interval, {self.update_interval}"
-                yield Refusal("select_interval", needed, "Raise it, or lower update_interval.")
+        elif self.select_strategy == "step" and _is_below(self.select_interval, self.update_interval):
+            needed = f"needed at least update_interval, {self.update_interval}"
+            yield Refusal("select_interval", needed, "Raise it, or lower update_interval.")
 
 
 class LeafModuleConfig(ConfigModel):
@@ -356,17 +357,24 @@ class ZeroConfig(ConfigModel):
         if not self.compute_grad_norm and self.stage not in (1, 2):
             yield Refusal("compute_grad_norm", f"needed true at stage {self.stage}", "Leave it out, or use stage 1 or 2.")
         offload = self.offload_optimizer
-        if offload is not None and offload.device != "none" and offload.ratio < 1.0 and self.stage != 3:  # noqa: PLR2004
+        if offload is not None and offload.device != "none" and offload.ratio < 1.0 and self.stage != 3:
             yield Refusal("offload_optimizer.ratio", f"needed 1.0 at stage {self.stage}", "Leave it out, or use stage 3.")
         if self.mics_shard_size < 1 and self.mics_shard_size != -1:
             yield Refusal("mics_shard_size", "needed a number of ranks >= 1, or -1 for off", "Leave it out.")
 
     def _warn_of_idle_offload(self) -> None:
         """Offload at a stage that does not shard what is offloaded moves nothing: the user should know."""
-        if self.offload_param is not None and self.offload_param.device != "none" and self.stage != 3:  # noqa: PLR2004
+        if self.offload_param is not None and self.offload_param.device != "none" and self.stage != 3:
             warn_once("offload_param", "zero_optimization.offload_param has no effect at stage %d: use stage 3", self.stage)
         if self.offload_optimizer is not None and self.offload_optimizer.device != "none" and self.stage == 0:
-            warn_once("offload_optimizer", "zero_optimization.offload_optimizer has no effect at stage 0: use stage 1, 2 or 3")
+            warn_once(
+                "offload_optimizer", "zero_optimization.offload_optimizer has no effect at stage 0: use stage 1, 2 or 3"
+            )
+
+
+def _is_below(first: int | str, second: int | str) -> bool:
+    """Compare two intervals; "auto" is below nothing."""
+    return isinstance(first, int) and isinstance(second, int) and first < second
 
 
 def _move_offload(given: dict[str, object], old: str, new: str) -> Iterable[Refusal]:
