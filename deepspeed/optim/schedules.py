@@ -62,7 +62,7 @@ class Schedule(ABC):
     """
 
     def __init__(self, optimizer: object, last_batch_iteration: int) -> None:
-        self.optimizer = _torch_optimizer(optimizer)
+        self.optimizer = torch_optimizer(optimizer)
         self.last_batch_iteration = last_batch_iteration
         self._apply()
 
@@ -130,7 +130,7 @@ class LRRangeTest(Schedule):
         lr_range_test_staircase: bool = False,
         last_batch_iteration: int = -1,
     ) -> None:
-        self.min_lrs = _per_group(LR_RANGE_TEST, "lr_range_test_min_lr", lr_range_test_min_lr, _torch_optimizer(optimizer))
+        self.min_lrs = _per_group(LR_RANGE_TEST, "lr_range_test_min_lr", lr_range_test_min_lr, torch_optimizer(optimizer))
         self.step_size = _steps(LR_RANGE_TEST, "lr_range_test_step_size", lr_range_test_step_size, least=1)
         self.step_rate = lr_range_test_step_rate
         self.staircase = lr_range_test_staircase
@@ -181,9 +181,9 @@ class OneCycle(Schedule):
         decay_mom_rate: float = 0.0,
         last_batch_iteration: int = -1,
     ) -> None:
-        torch_optimizer = _torch_optimizer(optimizer)
-        self.min_lrs = _per_group(ONE_CYCLE, "cycle_min_lr", cycle_min_lr, torch_optimizer)
-        self.max_lrs = _per_group(ONE_CYCLE, "cycle_max_lr", cycle_max_lr, torch_optimizer)
+        inner = torch_optimizer(optimizer)
+        self.min_lrs = _per_group(ONE_CYCLE, "cycle_min_lr", cycle_min_lr, inner)
+        self.max_lrs = _per_group(ONE_CYCLE, "cycle_max_lr", cycle_max_lr, inner)
         self.decay_lr_rate = decay_lr_rate
         first = _steps(ONE_CYCLE, "cycle_first_step_size", cycle_first_step_size, least=1)
         second = first if cycle_second_step_size is None else cycle_second_step_size
@@ -196,11 +196,11 @@ class OneCycle(Schedule):
             decay_step_size=_steps(ONE_CYCLE, "decay_step_size", decay_step_size, least=0),
         )
         self.min_mom, self.max_mom, self.decay_mom_rate = cycle_min_mom, cycle_max_mom, decay_mom_rate
-        self.cycle_momentum = cycle_momentum and "betas" in torch_optimizer.defaults
+        self.cycle_momentum = cycle_momentum and "betas" in inner.defaults
         if cycle_momentum and not self.cycle_momentum:
             logger.warning(
                 "OneCycle: %s has no betas, so cycle_momentum does nothing. Set it to false.",
-                type(torch_optimizer).__name__,
+                type(inner).__name__,
             )
         super().__init__(optimizer, last_batch_iteration)
 
@@ -251,10 +251,10 @@ class WarmupLR(Schedule):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        torch_optimizer = _torch_optimizer(optimizer)
-        highs = [float(group["lr"]) for group in torch_optimizer.param_groups] if warmup_max_lr is None else warmup_max_lr
-        self.min_lrs = _per_group(self.name, "warmup_min_lr", warmup_min_lr, torch_optimizer)
-        self.max_lrs = _per_group(self.name, "warmup_max_lr", highs, torch_optimizer)
+        inner = torch_optimizer(optimizer)
+        highs = [float(group["lr"]) for group in inner.param_groups] if warmup_max_lr is None else warmup_max_lr
+        self.min_lrs = _per_group(self.name, "warmup_min_lr", warmup_min_lr, inner)
+        self.max_lrs = _per_group(self.name, "warmup_max_lr", highs, inner)
         self.warmup_num_steps = _steps(self.name, "warmup_num_steps", warmup_num_steps, least=0)
         self.warmup_type = _shape(self.name, warmup_type)
         super().__init__(optimizer, last_batch_iteration)
@@ -329,7 +329,7 @@ class WarmupCosineLR(Schedule):
         self.warmup_num_steps = _steps(WARMUP_COSINE_LR, "warmup_num_steps", warmup_num_steps, least=0)
         self.warmup_type = _shape(WARMUP_COSINE_LR, warmup_type)
         self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
-        self.base_lrs = [float(group["lr"]) for group in _torch_optimizer(optimizer).param_groups]
+        self.base_lrs = [float(group["lr"]) for group in torch_optimizer(optimizer).param_groups]
         super().__init__(optimizer, last_batch_iteration)
 
     def rates(self, i: int) -> list[float]:
@@ -345,7 +345,7 @@ class WarmupCosineLR(Schedule):
         return [base * factor for base in self.base_lrs]
 
 
-def _torch_optimizer(given: object) -> Optimizer:
+def torch_optimizer(given: object) -> Optimizer:
     """The torch optimizer that `given` is, or that it wraps as `.optimizer`."""
     for candidate in (given, getattr(given, "optimizer", None)):
         if isinstance(candidate, Optimizer):
