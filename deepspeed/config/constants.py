@@ -5,6 +5,7 @@ Derived from `DeepSpeedConfig`, so there is nothing here to keep up to date.
 
 from __future__ import annotations
 
+from deepspeed.config.blocks import blocks_of
 from deepspeed.config.root import DeepSpeedConfig
 
 __all__ = ["key_constants"]
@@ -16,6 +17,7 @@ def key_constants() -> dict[str, object]:
     A key whose default is made anew for each config (a block) has no `_DEFAULT`.
     """
     constants: dict[str, object] = {}
+    constants |= {name.upper(): name for name in blocks_of(DeepSpeedConfig)}
     for key, info in DeepSpeedConfig.model_fields.items():
         constants[key.upper()] = key
         if not info.is_required() and info.default_factory is None:

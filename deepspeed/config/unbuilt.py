@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from deepspeed.config.faults import Fault, FaultKind
 
-__all__ = ["UNBUILT", "Unbuilt", "status_of", "unbuilt_faults"]
+__all__ = ["NOTES", "UNBUILT", "Unbuilt", "status_of", "unbuilt_faults"]
 
 
 class Given(Protocol):
@@ -129,6 +129,35 @@ UNBUILT: tuple[Unbuilt, ...] = (
 )
 
 
+_LATER = "accepted; not built yet"
+_IDLE = "accepted, no effect"
+
+NOTES: dict[str, str] = {
+    "zero_optimization": "accepted; read from stage 1 on, which is not built yet",
+    "zero_optimization.reduce_bucket_size": "works",
+    "zero_optimization.overlap_comm": "works",
+    "zero_optimization.compute_grad_norm": "works",
+    "zero_optimization.contiguous_gradients": _IDLE,
+    "zero_optimization.allgather_partitions": _IDLE,
+    "zero_optimization.elastic_checkpoint": _IDLE,
+    "zero_optimization.legacy_stage1": "only false",
+    "aio": "accepted; read by NVMe offload, which is not built yet",
+    "seq_parallel_communication_data_type": _LATER,
+    "zero_force_ds_cpu_optimizer": _LATER,
+    "disable_allgather": _IDLE,
+    "allgather_size": _IDLE,
+    "optimizer.legacy_fusion": _IDLE,
+    "bf16.immediate_grad_update": _IDLE,
+    "checkpoint.load_universal": _IDLE,
+    "checkpoint.checkpoint_serialization": _IDLE,
+    "compile": _LATER,
+    "compile.disable": _IDLE,
+    "compile.backend": _IDLE,
+    "tensor_parallel": _LATER,
+}
+"""Key or block -> its status, where it is neither "works" nor an error: what is harmless to accept, and why."""
+
+
 def unbuilt_faults(config: Given) -> list[Fault]:
     """List the features of `UNBUILT` that a configuration asks for."""
     faults = []
@@ -143,9 +172,10 @@ def unbuilt_faults(config: Given) -> list[Fault]:
 
 
 def status_of(path: str) -> str:
-    """Say in a few words whether a key works: the entry of its own or of the block around it."""
-    around = [entry for entry in UNBUILT if path == entry.covers or path.startswith(f"{entry.covers}.") or path == entry.key]
-    return max(around, key=lambda entry: len(entry.covers)).status if around else "works"
+    """Say in a few words whether a key works: the entry of its own, or of the smallest block around it that has one."""
+    known = NOTES | {entry.covers: entry.status for entry in UNBUILT} | {entry.key: entry.status for entry in UNBUILT}
+    around = [key for key in known if path == key or path.startswith(f"{key}.")]
+    return known[max(around, key=len)] if around else "works"
 
 
 def _value_at(config: object, path: str) -> Any:
