@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch.utils import _pytree
 
-__all__ = ["map_tensors", "tensors"]
+__all__ = ["map_tensors", "move_to_device", "tensors"]
 
 Tree = TypeVar("Tree")
 
@@ -35,3 +35,11 @@ def tensors(tree: object) -> Iterator[torch.Tensor]:
     """Yield the tensors of `tree`, depth first, in the order of its containers."""
     leaves = _pytree.tree_leaves(tree)
     return (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+def move_to_device(item: Tree, device: torch.device | str | int) -> Tree:
+    """Return `item` with every tensor on `device`; a tensor that is there already is not copied.
+
+    Copies from pinned host memory do not wait for the device.
+    """
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), item)

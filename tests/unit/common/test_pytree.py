@@ -4,7 +4,7 @@ from collections import OrderedDict, namedtuple
 
 import torch
 
-from deepspeed.common.pytree import map_tensors, tensors
+from deepspeed.common.pytree import map_tensors, move_to_device, tensors
 
 Pair = namedtuple("Pair", ["first", "second"])
 
@@ -42,3 +42,11 @@ def test_a_tree_without_tensors_is_returned_as_it_is() -> None:
 def test_a_bare_tensor_is_a_tree() -> None:
     assert map_tensors(lambda t: t + 1, torch.zeros(())).item() == 1
     assert list(tensors("no tensor")) == []
+
+
+def test_a_batch_moves_as_a_whole_and_stays_where_it_is_already() -> None:
+    batch = {"ids": torch.arange(3), "name": "a", "mask": [torch.ones(2)]}
+    moved = move_to_device(batch, "meta")
+    assert {t.device.type for t in tensors(moved)} == {"meta"}
+    assert moved["name"] == "a"
+    assert move_to_device(batch, torch.device("cpu"))["ids"] is batch["ids"]

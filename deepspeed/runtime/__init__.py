@@ -1,0 +1,21 @@
+"""Doors only: the paths that code written for the original imports. Nothing lives here, and nothing inside imports it."""
+
+from __future__ import annotations
+
+from deepspeed.common.lazy import attach
+
+_SUBMODULES = (
+    "base_optimizer",
+    "config",
+    "config_utils",
+    "constants",
+    "dataloader",
+    "engine",
+    "fp16",
+    "lr_schedules",
+    "utils",
+)
+
+__all__ = [*_SUBMODULES]
+
+__getattr__, __dir__ = attach(__name__, submodules=_SUBMODULES)

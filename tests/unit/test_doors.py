@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import deepspeed.runtime
+import deepspeed.utils
+from deepspeed.topology import groups
+
+DOORS = sorted(
+    module.name
+    for package in (deepspeed.runtime, deepspeed.utils)
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+)
+DOTTED = [
+    "deepspeed.comm.get_rank",
+    "deepspeed.accelerator.get_accelerator",
+    "deepspeed.ops.adam.DeepSpeedCPUAdam",
+    "deepspeed.ops.adam.FusedAdam",
+    "deepspeed.runtime.base_optimizer.DeepSpeedOptimizer",
+    "deepspeed.runtime.config.DeepSpeedConfig",
+    "deepspeed.runtime.config.DeepSpeedConfigError",
+    "deepspeed.runtime.config_utils.DeepSpeedConfigModel",
+    "deepspeed.runtime.constants.TRAIN_BATCH_SIZE",
+    "deepspeed.runtime.dataloader.RepeatingLoader",
+    "deepspeed.runtime.engine.DeepSpeedEngine",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES",
+    "deepspeed.runtime.utils.clip_grad_norm_",
+    "deepspeed.runtime.utils.move_to_device",
+    "deepspeed.runtime.utils.see_memory_usage",
+    "deepspeed.runtime.utils.set_random_seed",
+    "deepspeed.utils.RepeatingLoader",
+    "deepspeed.utils.groups._get_sequence_parallel_group",
+    "deepspeed.utils.groups.get_data_parallel_group",
+    "deepspeed.utils.log_dist",
+    "deepspeed.utils.logger",
+    "deepspeed.utils.logging.logger",
+    "deepspeed.utils.timer.NoopTimer",
+    "deepspeed.utils.timer.SynchronizedWallClockTimer",
+]
+
+
+def _file(name: str) -> Path:
+    """Of the door itself, which may stand for another module once imported."""
+    path = Path(deepspeed.__file__).parent.parent.joinpath(*name.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_every_name_behind_a_door_resolves(name: str) -> None:
+    module = importlib.import_module(name)
+    public = getattr(module, "__all__", None) or [n for n in vars(module) if n.isupper()]
+    assert public
+    for attribute in public:
+        assert getattr(module, attribute) is not None or attribute.endswith("_DEFAULT")
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_a_door_defines_nothing_itself(name: str) -> None:
+    tree = ast.parse(_file(name).read_text())
+    kinds = {type(node) for node in ast.walk(tree)}
+    assert not kinds & {ast.FunctionDef, ast.ClassDef, ast.Lambda, ast.If, ast.For}
+
+
+@pytest.mark.parametrize("path", DOTTED)
+def test_dotted_access_works_when_only_the_package_was_imported(path: str) -> None:
+    """Here the modules may be loaded already; the whole list is tried once in a fresh process below."""
+    value: object = deepspeed
+    for part in path.split(".")[1:]:
+        value = getattr(value, part)
+    assert value is not None
+
+
+def test_dotted_access_works_in_a_fresh_process_and_prints_nothing() -> None:
+    code = "import deepspeed\n" + "\n".join(DOTTED)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_function_replaced_behind_the_groups_door_is_replaced_in_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    door = importlib.import_module("deepspeed.utils.groups")
+    monkeypatch.setattr(door, "get_data_parallel_rank", lambda: 41)
+    assert groups.get_data_parallel_rank() == 41
+    assert deepspeed.utils.groups is groups
+
+
+def test_both_ways_to_one_object_lead_to_the_same_one() -> None:
+    assert deepspeed.utils.logger is deepspeed.utils.logging.logger is deepspeed.logger
+    assert deepspeed.runtime.engine.DeepSpeedEngine is deepspeed.DeepSpeedEngine
+    assert deepspeed.runtime.config.DeepSpeedConfigError is deepspeed.DeepSpeedConfigError
