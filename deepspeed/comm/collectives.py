@@ -42,6 +42,10 @@ Group = dist.ProcessGroup | None
 ReduceOp = dist.ReduceOp
 SUM = dist.ReduceOp.SUM
 
+# Newer torch (2.13) warns about the older of two names for the same call.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 _TAIL = [
     inspect.Parameter("prof", inspect.Parameter.KEYWORD_ONLY, default=False, annotation="bool"),
     inspect.Parameter("log_name", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="str | None"),
@@ -205,7 +209,7 @@ def reduce_scatter_tensor(
     output_tensor: torch.Tensor, tensor: torch.Tensor, op: Any = SUM, group: Group = None, async_op: bool = False
 ) -> Any:
     """Reduce `tensor` (group size x the output's numel) over the group, each rank keeping its part."""
-    return dist.reduce_scatter_tensor(output_tensor, tensor, op, group, async_op)
+    return _reduce_scatter_single(output_tensor, tensor, op, group, async_op)
 
 
 @_watched("output_tensor")
@@ -213,7 +217,7 @@ def reduce_scatter_fn(
     output_tensor: torch.Tensor, tensor: torch.Tensor, op: Any = SUM, group: Group = None, async_op: bool = False
 ) -> Any:
     """Do as `reduce_scatter_tensor`, which every supported torch has; the name that clients of the original call."""
-    return dist.reduce_scatter_tensor(output_tensor, tensor, op, group, async_op)
+    return _reduce_scatter_single(output_tensor, tensor, op, group, async_op)
 
 
 # -------------------------------------------------------------------- gathers
@@ -230,7 +234,7 @@ def all_gather_into_tensor(
     output_tensor: torch.Tensor, tensor: torch.Tensor, group: Group = None, async_op: bool = False
 ) -> Any:
     """Gather every rank's `tensor` into `output_tensor` (group size x its numel), on every rank."""
-    return dist.all_gather_into_tensor(output_tensor, tensor, group, async_op)
+    return _all_gather_single(output_tensor, tensor, group, async_op)
 
 
 @_watched("input_tensors")
@@ -240,7 +244,7 @@ def all_gather_coalesced(
     """Gather several tensors in one call of the back end, pair by pair as `all_gather_into_tensor`."""
     with _coalescing_manager(group, async_ops=async_op) as work:
         for output, tensor in zip(output_tensors, input_tensors, strict=True):
-            dist.all_gather_into_tensor(output, tensor, group)
+            _all_gather_single(output, tensor, group)
     return work if async_op else None
 
 
@@ -249,7 +253,7 @@ def allgather_fn(
     output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Group = None, async_op: bool = False
 ) -> Any:
     """Do as `all_gather_into_tensor`, which every supported torch has; the name that clients of the original call."""
-    return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+    return _all_gather_single(output_tensor, input_tensor, group, async_op)
 
 
 @_watched("tensor")

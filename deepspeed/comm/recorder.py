@@ -49,7 +49,7 @@ class Bandwidth(NamedTuple):
 
 
 def bandwidth(operation: str, nbytes: int, milliseconds: float, world_size: int) -> Bandwidth:
-    """Return the bandwidths of one call by the formulas above; 0 for a call that took no time.
+    """Return the bandwidths of one call by the formulas above; 0 for a call too short for the clock.
 
     Args:
         operation: name of the collective; the beginning decides the formula (`"all_gather_into_tensor"`).
@@ -57,7 +57,7 @@ def bandwidth(operation: str, nbytes: int, milliseconds: float, world_size: int)
         milliseconds: how long the call took.
         world_size: ranks that took part.
     """
-    if milliseconds <= 0:
+    if milliseconds < 1e-6:  # a nanosecond
         return Bandwidth(0.0, 0.0)
     share_sent = (world_size - 1) / world_size
     rate = nbytes / milliseconds * 8 / 1e6
