@@ -7,6 +7,7 @@ has no accelerator; only where there may be one, and the user did not say how ma
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -78,12 +79,17 @@ def parse_visible_devices(value: str) -> list[Slot]:
 
 
 def count_devices(environ: Mapping[str, str]) -> int | None:
-    """Devices of this machine, or None when ranks run on the CPU, where any number of them can.
+    """Devices of this machine, those included that a visible-devices variable hides; None when ranks run on the CPU.
 
     Imports torch only when a device file says that there may be an accelerator.
     """
     if likely_accelerator(environ) == "cpu":
         return None
-    # Not at the top of the file: it would make every start of a job wait for torch.
-    accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
-    return None if accelerator.device_name() == "cpu" else int(accelerator.device_count())
+    hidden = os.environ.pop(visible_devices_name(environ), None)
+    try:
+        # Not at the top of the file: it would make every start of a job wait for torch.
+        accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
+        return None if accelerator.device_name() == "cpu" else int(accelerator.device_count())
+    finally:
+        if hidden is not None:
+            os.environ[visible_devices_name(environ)] = hidden

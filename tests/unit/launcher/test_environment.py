@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import logging
+import shlex
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepspeed.launcher.environment import EnvironmentFileError, parse_environment, read_environment_files
+
+NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,8}", fullmatch=True)
+VALUES = st.text(st.characters(exclude_categories=("Cs", "Cc")))
+
+
+def test_lines_comments_blanks_and_quotes_are_read() -> None:
+    text = "# who\n\nA=1\n  B = \nC=x=y z\nexport D='p q'\nE=\"it's $HOME\"\nF=\n".replace("  B = \n", "")
+    assert parse_environment(text) == {"A": "1", "C": "x=y z", "D": "p q", "E": "it's $HOME", "F": ""}
+
+
+@given(st.dictionaries(NAMES, VALUES, max_size=5))
+def test_what_a_shell_quotes_arrives_unchanged(values: dict[str, str]) -> None:
+    text = "\n".join(f"{name}={shlex.quote(value)}" for name, value in values.items())
+    assert parse_environment(text) == values
+
+
+@given(NAMES, VALUES.map(str.strip).filter(lambda value: not value.startswith(("'", '"'))))
+def test_a_bare_value_is_taken_as_it_stands(name: str, value: str) -> None:
+    assert parse_environment(f"{name}={value}") == {name: value}
+
+
+def test_every_bad_line_is_told_by_number_and_never_by_content() -> None:
+    with pytest.raises(EnvironmentFileError) as caught:
+        parse_environment(
+            "A=1\nhunter2\n1X=hunter2\nA B=hunter2\nQ='hunter2\nR='a' hunter2\n=hunter2", "/home/u/.deepspeed_env"
+        )
+    text = str(caught.value)
+    assert "hunter2" not in text
+    assert [n for n in range(1, 8) if f"line {n}" in text] == [2, 3, 4, 5, 6, 7]
+    assert text.startswith("/home/u/.deepspeed_env: ")
+
+
+def test_both_folders_are_read_and_the_later_wins(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    home, here = tmp_path / "home", tmp_path / "here"
+    home.mkdir()
+    here.mkdir()
+    (home / ".e").write_text("A=secret1\nB=secret2\n")
+    (here / ".e").write_text("B=secret3\n")
+    with caplog.at_level(logging.INFO, "DeepSpeed"):
+        assert read_environment_files(".e", (home, here)) == {"A": "secret1", "B": "secret3"}
+    assert "A, B" in caplog.text
+    assert "secret" not in caplog.text
+
+
+def test_an_absolute_name_is_one_file_and_a_missing_one_is_nothing(tmp_path: Path) -> None:
+    (tmp_path / "vars").write_text("A=1")
+    assert read_environment_files(str(tmp_path / "vars"), (Path("/nowhere"), tmp_path)) == {"A": "1"}
+    assert read_environment_files(".none", (tmp_path,)) == {}

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import argparse
+import logging
+import socket
+from collections.abc import Mapping
+
+import pytest
+
+from deepspeed.errors import LaunchError
+from deepspeed.launcher import runner
+from deepspeed.launcher.hostfile import ResourceError
+from deepspeed.launcher.runner import main, parse_args, run, select_resources
+
+CPU = {"DS_ACCELERATOR": "cpu"}
+POOL = {"a": 4, "b": 2}
+
+
+def _args(words: str) -> argparse.Namespace:
+    return parse_args([*words.split(), "t.py"])
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "slots"),
+    [
+        ("", {}, [0]),
+        ("--num_gpus 3", {}, [0, 1, 2]),
+        ("--num_accelerators 2 --num_nodes 1", {}, [0, 1]),
+        ("--include localhost", {}, [0]),
+        ("--include localhost:1,3", {}, [1, 3]),
+        ("", {"CUDA_VISIBLE_DEVICES": "0,2"}, [0, 2]),
+        ("--num_nodes 1", {"CUDA_VISIBLE_DEVICES": "0,2"}, [0, 2]),
+        ("", {"CUDA_VISIBLE_DEVICES": "GPU-1,GPU-2"}, ["GPU-1", "GPU-2"]),
+        ("", {"CUDA_VISIBLE_DEVICES": ""}, [0]),
+        ("--num_gpus 2", {"CUDA_VISIBLE_DEVICES": "5"}, [0, 1]),
+        ("--include localhost:1", {"CUDA_VISIBLE_DEVICES": "5,6"}, [1]),
+    ],
+)
+def test_a_cpu_machine_runs_as_many_ranks_as_are_named(words: str, environ: Mapping[str, str], slots: list[int]) -> None:
+    assert select_resources(_args(words), None, {**CPU, **environ}) == {"localhost": slots}
+
+
+@pytest.mark.parametrize(
+    ("words", "slots"),
+    [
+        ("", [0, 1, 2, 3]),
+        ("--exclude localhost:0,2", [1, 3]),
+        ("--include localhost:3", [3]),
+        ("--num_gpus 6", [0, 1, 2, 3, 4, 5]),
+    ],
+)
+def test_a_machine_with_devices_runs_a_rank_on_each(words: str, slots: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "count_devices", lambda _environ: 4)
+    assert select_resources(_args(words), None, {}) == {"localhost": slots}
+
+
+@pytest.mark.parametrize(
+    ("words", "count", "text"),
+    [
+        ("--include localhost:4", 4, "No slot '4'"),
+        ("", 0, "no device"),
+        ("--exclude localhost", 2, "no slot is left"),
+        ("--num_nodes 2", 2, "there are only 1 hosts"),
+        ("--num_gpus 0", 2, "at least 1"),
+        ("--include worker-0", 2, "Hostname 'worker-0' not found"),
+        ("--include localhost --num_gpus 1", 2, "Cannot specify num_nodes/gpus with include/exclude"),
+        ("--exclude localhost:0 --num_nodes 1", 2, "Cannot specify num_nodes/gpus with include/exclude"),
+    ],
+)
+def test_slots_that_this_machine_cannot_give_are_refused(
+    words: str, count: int, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "count_devices", lambda _environ: count)
+    with pytest.raises(ResourceError, match=text):
+        select_resources(_args(words), None, {})
+
+
+def test_a_hostfile_is_filtered_and_counted_and_the_variable_is_left_out_of_it() -> None:
+    visible = {"CUDA_VISIBLE_DEVICES": "7"}
+    assert select_resources(_args(""), POOL, visible) == {"a": [0, 1, 2, 3], "b": [0, 1]}
+    assert select_resources(_args("-i a:1@b"), POOL, visible) == {"a": [1], "b": [0, 1]}
+    assert select_resources(_args("--num_nodes 1 --num_gpus 2"), POOL, visible) == {"a": [0, 1]}
+
+
+def test_a_variable_that_is_used_or_ignored_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "DeepSpeed"):
+        select_resources(_args(""), None, {**CPU, "CUDA_VISIBLE_DEVICES": "0,2"})
+        assert "Detected VISIBLE_DEVICES=0,2: setting --include=localhost:0,2" in caplog.text
+        select_resources(_args("--num_gpus 1"), None, {**CPU, "CUDA_VISIBLE_DEVICES": "0,2"})
+    assert "Detected VISIBLE_DEVICES=0,2: ignored" in caplog.text
+
+
+@pytest.fixture
+def hostfile(tmp_path: object) -> str:
+    path = f"{tmp_path}/hosts"
+    with open(path, "w") as file:
+        file.write("worker-0.invalid slots=2\nworker-1.invalid slots=2\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("-H {hosts}", "for worker-0.invalid, worker-1.invalid: starting ranks on other hosts is not built yet"),
+        ("-H {hosts} --num_nodes 1", "for worker-0.invalid"),
+        ("--force_multi", "--launcher pdsh for localhost"),
+        ("--elastic_training", "--elastic_training is not built yet"),
+        ("--autotuning run", "--autotuning is not built yet"),
+    ],
+)
+def test_what_is_not_built_yet_is_refused_with_what_to_do(words: str, text: str, hostfile: str) -> None:
+    with pytest.raises(LaunchError, match=text):
+        run(_args(words.format(hosts=hostfile)))
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("-H {hosts} --no_ssh", "give 0 to 1"),
+        ("-H {hosts} --no_ssh --node_rank 2 --master_addr x", "give 0 to 1"),
+        ("-H {hosts} --no_ssh --node_rank 0", "needs --master_addr: the address of worker-0.invalid"),
+    ],
+)
+def test_a_start_without_ssh_needs_to_know_its_place(words: str, text: str, hostfile: str) -> None:
+    with pytest.raises(ResourceError, match=text):
+        run(_args(words.format(hosts=hostfile)))
+
+
+def test_called_by_a_program_main_raises_and_as_a_command_it_prints(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    words = ["--num_nodes", "1", "-i", "localhost", "t.py"]
+    with pytest.raises(ValueError, match="Cannot specify num_nodes/gpus"):
+        main(words)
+    monkeypatch.setattr("sys.argv", ["deepspeed", *words])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 1
+    assert "Cannot specify num_nodes/gpus" in caplog.text
+
+
+def test_names_and_addresses_of_this_machine_are_known_as_such() -> None:
+    assert all(runner._is_this_machine(host) for host in ("localhost", "127.0.0.1", socket.gethostname()))
+    assert not any(runner._is_this_machine(host) for host in ("worker-0.invalid", "192.0.2.1"))
