@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.world import get_rank, get_world_size, init_distributed
+from deepspeed.comm.places import get_world_size
+from deepspeed.comm.world import init_distributed
 from deepspeed.common.logging import log_dist, set_log_level_from_string
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.arguments import add_config_arguments as _add_config_arguments
@@ -24,9 +25,9 @@ from deepspeed.config.load import load_config
 from deepspeed.engine.build import EngineRequest, build_engine
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.errors import ArgumentError
-from deepspeed.topology import ParallelMesh
-from deepspeed.topology.groups import set_mesh
-from deepspeed.version import __version__
+from deepspeed.topology.groups import set_current
+from deepspeed.topology.mesh import ParallelMesh
+from deepspeed.version import version
 
 DeepSpeedOptimizerCallable = Callable[[Iterable[nn.Parameter]], Optimizer]
 DeepSpeedSchedulerCallable = Callable[[Optimizer], Any]
@@ -89,9 +90,9 @@ def initialize(
         raise ArgumentError(f"initialize(mesh_param={mesh_param}): sequence parallelism is not built yet. Leave it out.")
     if parsed.log_level is not None:
         set_log_level_from_string(parsed.log_level)
-    log_dist(f"DeepSpeed info: version={__version__}, world size {get_world_size()}, {get_accelerator().device_name()}")
-    mesh = ParallelMesh.build(get_world_size(), get_rank()) if mpu is None else ParallelMesh.from_mpu(mpu)
-    set_mesh(mesh)
+    log_dist(f"DeepSpeed info: version={version}, world size {get_world_size()}, {get_accelerator().device_name()}")
+    mesh = ParallelMesh.build() if mpu is None else ParallelMesh.from_mpu(mpu)
+    set_current(mesh)
     engine = build_engine(
         EngineRequest(
             module=model,

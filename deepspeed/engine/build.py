@@ -39,7 +39,7 @@ from deepspeed.optim.build import build_optimizer, build_scheduler
 from deepspeed.optim.elementwise import is_elementwise
 from deepspeed.precision.loss_scaler import LossScaler, build_loss_scaler
 from deepspeed.precision.policy import DtypePolicy, cast_module
-from deepspeed.topology import AxisGroup, ParallelMesh
+from deepspeed.topology.mesh import AxisGroup, ParallelMesh
 from deepspeed.zero.flat import FlatGroup, NamedParameter
 from deepspeed.zero.master import MasterWeights
 from deepspeed.zero.optimizer import ZeroOptimizer
@@ -208,7 +208,7 @@ def _train_parts(
         check_scaled=guard.check if config.fp16.enabled else None,
         is_overlapped=config.zero_optimization.overlap_comm is not False,
     )
-    client_state = {p: state for p, state in basic.state.items() if state}
+    client_state = {id(p): state for p, state in basic.state.items() if state}
     master = MasterWeights(flats, basic, is_elementwise=is_elementwise(basic))
     carry_state(master, client_state)
     return ZeroOptimizer(
@@ -217,7 +217,7 @@ def _train_parts(
         scaler,
         clip=config.gradient_clipping,
         gradient_multiplier=float(axis.size) if config.gradient_allreduce_op == "sum" else 1.0,
-        skips_nonfinite=config.bf16.check_overflow if config.bf16.enabled else True,
+        skips_nonfinite=config.bf16.check_grad_overflow if config.bf16.enabled else True,
     )
 
 

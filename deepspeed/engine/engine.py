@@ -63,7 +63,7 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, CheckpointMembers, nn.Mod
             report.throughput.start()
         report.timers(FORWARD).start()
         if parts.input_dtype is not None:
-            args, kwargs = (map_tensors(self._cast_input, tree) for tree in (args, kwargs))
+            args, kwargs = map_tensors(self._cast_input, args), map_tensors(self._cast_input, kwargs)
         with self._autocast():
             output = self.module(*args, **kwargs)
         report.timers(FORWARD).stop()
@@ -120,7 +120,7 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, CheckpointMembers, nn.Mod
         timers(BACKWARD_INNER).start()
 
         def autograd() -> None:
-            scaled.backward(retain_graph=retain_graph, **kwargs)
+            torch.autograd.backward(scaled, retain_graph=retain_graph, **kwargs)
             timers(BACKWARD_INNER).stop()
             timers(BACKWARD_ALLREDUCE).start()
 
@@ -273,7 +273,7 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, CheckpointMembers, nn.Mod
     @property
     def is_compiled(self) -> bool:
         """Whether `compile()` was called."""
-        return self.__dict__.get("_is_compiled", False)
+        return bool(self.__dict__.get("_is_compiled", False))
 
     def destroy(self) -> None:
         """Take hooks off and free gradient buffers; the module keeps its weights and may be wrapped again."""

@@ -13,7 +13,7 @@ from deepspeed.errors import ArgumentError
 if TYPE_CHECKING:
     from deepspeed.common.timing import ThroughputTimer
     from deepspeed.config import DeepSpeedConfig
-    from deepspeed.topology import ParallelMesh
+    from deepspeed.topology.mesh import ParallelMesh
 
 
 def build_loader(

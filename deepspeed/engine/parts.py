@@ -15,7 +15,7 @@ from deepspeed.config.batch import BatchSizes
 from deepspeed.engine.accumulation import Accumulation
 from deepspeed.engine.loss_guard import LossGuard
 from deepspeed.engine.report import StepReport
-from deepspeed.topology import ParallelMesh
+from deepspeed.topology.mesh import ParallelMesh
 from deepspeed.zero.optimizer import ZeroOptimizer
 from deepspeed.zero.reducer import GradientReducer
 

@@ -21,7 +21,7 @@ from deepspeed.common.timing import NullTimers, ThroughputTimer, Timers
 if TYPE_CHECKING:
     from deepspeed.config import DeepSpeedConfig
     from deepspeed.monitor import MonitorMaster
-    from deepspeed.topology import AxisGroup
+    from deepspeed.topology.mesh import AxisGroup
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 BACKWARD_INNER, BACKWARD_ALLREDUCE = "backward_inner", "backward_allreduce"

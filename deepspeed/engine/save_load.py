@@ -78,17 +78,18 @@ class CheckpointMembers:
         if not str(save_dir):
             raise ArgumentError("save_checkpoint(save_dir='') needs a folder. Give the one that holds all tags.")
         tag = str(tag) if tag is not None else f"global_step{self.global_steps}"
-        where = {"rank": self._parts.mesh.rank, "world_size": self._parts.mesh.world_size}
-        check_tags(tag, self._config.checkpoint.tag_validation, **where)
+        rank, world_size = self._parts.mesh.rank, self._parts.mesh.world_size
+        check_tags(tag, self._config.checkpoint.tag_validation, rank=rank, world_size=world_size)
         write_checkpoint(
             save_dir,
             tag,
             self._pieces(exclude_frozen_parameters),
             self._state(exclude_frozen_parameters),
             dict(client_state or {}),
+            rank=rank,
+            world_size=world_size,
             rank_state=get_random_state(),
             save_latest=save_latest,
-            **where,
         )
         return True
 
@@ -121,12 +122,12 @@ class CheckpointMembers:
             CheckpointDamagedError: a file differs from what was written; nothing was loaded.
             CheckpointError: names or shapes do not fit; nothing was loaded.
         """
-        where = {"rank": self._parts.mesh.rank, "world_size": self._parts.mesh.world_size}
-        found = resolve_tag(load_dir, tag, **where)
+        rank, world_size = self._parts.mesh.rank, self._parts.mesh.world_size
+        found = resolve_tag(load_dir, tag, rank=rank, world_size=world_size)
         if found is None:
             logger.warning("%s holds no file 'latest' and no tag was given: nothing was loaded.", load_dir)
             return None, None
-        reader = open_checkpoint(load_dir, found, **where)
+        reader = open_checkpoint(load_dir, found, rank=rank, world_size=world_size)
         if custom_load_fn is not None:
             custom_load_fn(src=self._state_dict_of(reader), dst=self.module)
             self._masters_from_parameters()
@@ -254,7 +255,8 @@ class CheckpointMembers:
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
         """The module's state dict, frozen parameters left out on request."""
-        state_dict: dict[str, Any] = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        into: dict[str, Any] = {} if destination is None else destination
+        state_dict = self.module.state_dict(destination=into, prefix=prefix, keep_vars=keep_vars)
         if exclude_frozen_parameters:
             for name, param in self.module.named_parameters(remove_duplicate=False):
                 if not param.requires_grad:

@@ -19,7 +19,7 @@ def sum_of_squares(flats: Sequence[Tensor]) -> Tensor:
 
     Infinity or NaN among the values, or squares beyond the range of fp32, give a non-finite result.
     """
-    parts = [_block(block) for flat in flats for block in flat.split(_BLOCK_NUMEL) if block.numel()]
+    parts = [_block(block) for flat in flats for block in torch.split(flat, _BLOCK_NUMEL) if block.numel()]
     if not parts:
         return torch.zeros((), dtype=torch.float64)
     total = torch.stack(parts)

@@ -120,7 +120,7 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
         for flat in self.master.flats:
             flat.clear_gradients()
 
-    def step(self, closure: Callable[[], float] | None = None) -> NoReturn:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> NoReturn:
         """Refuse: stepping past the engine would miss the reduction, the clipping and the 16-bit weights."""
         raise UsageError(
             f"optimizer.step({'' if closure is None else 'closure'}) was called on an optimizer that belongs to an engine. "

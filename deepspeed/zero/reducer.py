@@ -30,7 +30,7 @@ from torch.autograd import Variable
 from deepspeed import comm
 from deepspeed.errors import UsageError
 from deepspeed.sharding import Bucket
-from deepspeed.topology import AxisGroup
+from deepspeed.topology.mesh import AxisGroup
 from deepspeed.zero.flat import FlatGroup
 from deepspeed.zero.row_sparse import mean_rows
 
@@ -158,7 +158,8 @@ class GradientReducer:
             elif bucket.pending <= 0 and self._is_reducing:
                 self._bucket_full(bucket)
 
-        return flat.members[index].param.register_post_accumulate_grad_hook(grad_ready)
+        param: Any = flat.members[index].param  # torch leaves this method untyped
+        return param.register_post_accumulate_grad_hook(grad_ready)
 
     def _before_backward(self) -> None:
         """The first gradient of a backward has arrived."""
@@ -168,7 +169,7 @@ class GradientReducer:
         self.is_reduced = False
         self._is_reducing = self._may_overlap and self._may_reduce
         if not self._is_driven:  # plain loss.backward(): ask autograd to call us when it is done
-            Variable._execution_engine.queue_callback(self.after_backward)  # type: ignore[attr-defined]
+            Variable._execution_engine.queue_callback(self.after_backward)
 
     def _count(self, key: int) -> None:
         """[Note: arrivals are learned]."""

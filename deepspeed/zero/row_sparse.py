@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deepspeed import comm
-from deepspeed.topology import AxisGroup
+from deepspeed.topology.mesh import AxisGroup
 
 
 def mean_rows(grad_VD: Tensor, axis: AxisGroup) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from deepspeed.errors import CheckpointError
 from deepspeed.sharding import even_range
@@ -94,13 +94,13 @@ def load_state(
     master.optimizer.load_state_dict({"state": by_order, "param_groups": present})
 
 
-def carry_state(master: MasterWeights, client_state: Mapping[nn.Parameter, dict[str, Any]]) -> None:
-    """Move the state that a client's optimizer came with, keyed by parameter, to the slices."""
+def carry_state(master: MasterWeights, client_state: Mapping[int, dict[str, Any]]) -> None:
+    """Move the state that a client's optimizer came with, keyed by `id(parameter)`, to the slices."""
     if not client_state:
         return
     members = {m.name: m.param for flat in master.flats for m in flat.members}
-    states = {name: client_state[param] for name, param in members.items() if param in client_state}
-    for param in client_state:
+    states = {name: client_state[id(param)] for name, param in members.items() if id(param) in client_state}
+    for param in members.values():
         master.optimizer.state.pop(param, None)
 
     def is_tensor_of_param(name: str, key: str, value: Any) -> bool:

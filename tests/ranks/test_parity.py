@@ -10,8 +10,16 @@ import pytest
 import torch
 
 from tests.support.engines import config, make_engine, moments, train
-from tests.support.models import Mlp, PartlyFrozen, SparseEmbedding, TiedLm, WithEmptyParameter, WithUnusedParameter, build
-from tests.support.models import make_batches
+from tests.support.models import (
+    Mlp,
+    PartlyFrozen,
+    SparseEmbedding,
+    TiedLm,
+    WithEmptyParameter,
+    WithUnusedParameter,
+    build,
+    make_batches,
+)
 from tests.support.ranks import run_ranks
 from tests.support.reference import relative_difference, train_reference
 
@@ -23,7 +31,12 @@ OPTIMIZERS = {"adam": ADAM, "sgd": SGD}
 
 # fp64 rounds at 1e-16 per operation: 20 steps of a few hundred leave 1e-12 ample. In fp32 (6e-8 per operation) the order of
 # sums over ranks differs from the reference's; Adam divides by sqrt(v), which amplifies it where gradients are near zero.
-TOLERANCE = {("adam", torch.float64): 1e-12, ("sgd", torch.float64): 1e-12, ("adam", torch.float32): 1e-5, ("sgd", torch.float32): 1e-6}
+TOLERANCE = {
+    ("adam", torch.float64): 1e-12,
+    ("sgd", torch.float64): 1e-12,
+    ("adam", torch.float32): 1e-5,
+    ("sgd", torch.float32): 1e-6,
+}
 
 
 def _settings() -> list[tuple[str, torch.dtype, int, float]]:
