@@ -1,0 +1,180 @@
+"""Which format each kind of tensor of a run has, and putting a module into it.
+
+    config -> DtypePolicy -> cast_module(module)            parameters and buffers, in place
+                    |-> param_for(p), master_for(p), grad_accumulation_for(dtype), communication_for(dtype)
+
+Without `fp16` or `bf16` every parameter keeps the format it came with: a float64 model trains in float64.
+
+Not here: whether a device has a format (`accelerator`), scaling (`loss_scaler`), autocast itself (the engine).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.config.precision import BF16Config, DataTypesConfig, FP16Config, TorchAutocastConfig
+from deepspeed.errors import ConfigError
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+_NO_CAST = "_deepspeed_no_cast"
+
+
+class PrecisionConfig(Protocol):
+    """The part of the config that this room reads."""
+
+    @property
+    def fp16(self) -> FP16Config:
+        """The block `fp16`."""
+
+    @property
+    def bf16(self) -> BF16Config:
+        """The block `bf16`."""
+
+    @property
+    def torch_autocast(self) -> TorchAutocastConfig:
+        """The block `torch_autocast`."""
+
+    @property
+    def data_types(self) -> DataTypesConfig:
+        """The block `data_types`."""
+
+    @property
+    def communication_data_type(self) -> str | None:
+        """The key of that name: fp16, bf16, fp32 or None."""
+
+
+@dataclass(frozen=True)
+class DtypePolicy:
+    """The formats of a run. None stands for "as the parameter": see each field."""
+
+    param: torch.dtype | None = None
+    """Parameters are cast to this; None leaves each as it is."""
+    master: torch.dtype | None = None
+    """The copy that the optimizer steps; None steps the parameter itself."""
+    grad_accumulation: torch.dtype | None = None
+    """Gradients are added up in this over micro-batches; None takes the parameter's."""
+    communication: torch.dtype | None = None
+    """Gradients travel in this; None is float32, or the gradient's own where that is wider."""
+    buffer: torch.dtype | None = None
+    """Floating buffers are cast to this; None leaves each as it is."""
+    keep_in_fp32: tuple[str, ...] | Literal["auto"] = "auto"
+    """Patterns of buffers that are float32 while parameters are 16-bit; "auto" asks the model."""
+    autocast: torch.dtype | None = None
+    """Forward's autocast regions compute in this; None is no autocast."""
+
+    @classmethod
+    def from_config(cls, config: PrecisionConfig, device_type: str | None = None) -> DtypePolicy:
+        """Read the policy from the config; `device_type` is where forward runs, None the accelerator's.
+
+        Raises:
+            ConfigError: `data_types.param_dtype` contradicts `fp16` and `bf16`.
+        """
+        mode = "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32"
+        types = config.data_types
+        if types.param_dtype not in (None, mode):
+            raise ConfigError(
+                f'data_types.param_dtype = "{types.param_dtype}", but fp16.enabled and bf16.enabled make parameters {mode}. '
+                "Change one of them, or leave param_dtype out."
+            )
+        is_16_bit = mode != "fp32"
+        has_16_bit_master = (mode == "fp16" and config.fp16.fp16_master_weights_and_grads) or (
+            mode == "bf16" and config.bf16.bf16_master_weights_and_grads
+        )
+        keep = types.keep_in_fp32_modules
+        return cls(
+            param=DTYPES[mode] if is_16_bit else None,
+            master=(DTYPES[mode] if has_16_bit_master else torch.float32) if is_16_bit else None,
+            grad_accumulation=_dtype(types.grad_accum_dtype),
+            communication=_dtype(config.communication_data_type) or (DTYPES[mode] if is_16_bit else None),
+            buffer=_dtype(types.buffer_dtype),
+            keep_in_fp32="auto" if keep == "auto" else tuple(keep),
+            autocast=autocast_dtype(config, device_type),
+        )
+
+    def param_for(self, param: Tensor) -> torch.dtype:
+        """Format that `param` has after `cast_module`."""
+        is_cast = self.param is not None and param.is_floating_point() and not getattr(param, _NO_CAST, False)
+        return self.param if is_cast and self.param is not None else param.dtype
+
+    def master_for(self, param: Tensor) -> torch.dtype:
+        """Format of the copy of `param` that the optimizer steps; never narrower than the parameter after the cast."""
+        dtype = self.param_for(param)
+        return dtype if self.master is None else torch.promote_types(self.master, dtype)
+
+    def grad_accumulation_for(self, dtype: torch.dtype) -> torch.dtype:
+        """Format in which gradients of a parameter of `dtype` are added up."""
+        return self.grad_accumulation or dtype
+
+    def communication_for(self, dtype: torch.dtype) -> torch.dtype:
+        """Format in which gradients of `dtype` travel between ranks."""
+        return self.communication or torch.promote_types(dtype, torch.float32)
+
+
+def autocast_dtype(config: PrecisionConfig, device_type: str | None = None) -> torch.dtype | None:
+    """Format of forward's autocast regions: the named one, else torch's default for the device; None without autocast."""
+    block = config.torch_autocast
+    if not block.enabled:
+        return None
+    if block.dtype is not None:
+        return DTYPES[block.dtype]
+    return torch.get_autocast_dtype(device_type or get_accelerator().device_name())
+
+
+def cast_module(module: nn.Module, policy: DtypePolicy) -> None:
+    """Put `module` into the formats of `policy`, in place.
+
+    Every Parameter and buffer object stays the same one, so ties, optimizers and references hold. Left alone are
+    parameters marked with `_deepspeed_no_cast = True`, and tensors that are not floating point.
+    """
+    if policy.param is not None:
+        for p in module.parameters():
+            _cast(p, policy.param_for(p))
+    kept = _kept_in_fp32(module, policy)
+    for name, buffer in module.named_buffers():
+        target = torch.float32 if any(_matches(name, pattern) for pattern in kept) else policy.buffer
+        if target is not None:
+            _cast(buffer, target)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> None:
+    """Change the format of `tensor`, and of its gradient, without making another object of it."""
+    if not tensor.is_floating_point() or tensor.dtype == dtype:
+        return
+    gradient, tensor.grad = tensor.grad, None
+    tensor.data = tensor.data.to(dtype)
+    if gradient is not None:
+        tensor.grad = gradient.to(dtype)
+
+
+def _kept_in_fp32(module: nn.Module, policy: DtypePolicy) -> list[str]:
+    """Patterns of buffers that stay float32; none unless parameters are 16-bit."""
+    if policy.param is None:
+        return []
+    if policy.keep_in_fp32 != "auto":
+        return list(policy.keep_in_fp32)
+    sources = ["_keep_in_fp32_modules_strict"]
+    if policy.param == torch.float16:
+        sources.append("_keep_in_fp32_modules")
+    found: list[str] = []
+    for source in sources:
+        patterns: Iterable[str] | None = getattr(module, source, None)
+        found += patterns or ()
+    return found
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether `pattern` fits the whole dotted name of a buffer, the name of a module around it, or one part of those."""
+    parts = name.split(".")
+    around = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+    return any(fnmatchcase(candidate, pattern) for candidate in (*parts, *around))
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else DTYPES[name]
