@@ -5,7 +5,7 @@
     all others (devices, several hosts)   the back end's own all-reduce    BackendReducer
 
 Lives here: the choice and the two simple algorithms. Does not live here: the arithmetic (`comm.mean`). `zero.flat` calls it.
-The table rests on benchmarks/comm_algorithms.py; see docs/adr/0004-shared-memory-collectives.md.
+The table rests on benchmarks/comm_algorithms.py; see docs/adr/0006-shared-memory-collectives.md.
 """
 
 from __future__ import annotations

@@ -388,11 +388,11 @@ class SharedMemoryReducer:
             return
         self._check_usable()
         try:
-            # Ranges that all ranks have launched are reduced now too: the fewer waits, the less ranks wait for each other.
+            # Ranges that all ranks have launched are reduced now too: the others then have less to wait for.
             while self._reduced < number or (self._reduced < self._launched and self._all_launched(self._reduced + 1)):
                 self._reduce_next()
             self._await(self._board.reduced, number, "to reduce its part")
-        except BaseException as error:  # an interrupt too leaves a range half reduced
+        except BaseException as error:  # an interrupt too may leave a range half reduced: nothing can follow
             self._failure = str(error) or repr(error)
             self._board.leave(Board.FAILED)
             raise

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -331,6 +332,19 @@ def test_a_late_rank_is_named_at_the_time_out_and_told_when_it_comes() -> None:
     for text in (first, third):
         assert "[0, 100) of 100 over ranks [0, 1, 2] did not complete within 0.5 s" in text
         assert "waiting for rank(s) [1] to launch it" in text
+
+
+def _group_has_a_limit(rank: int, world_size: int) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=0.6))
+    reducer = _shared(flat_all_reducer(100, torch.float32, group=group))
+    if rank == 0:
+        with pytest.raises(CommError, match=r"within 0\.6 s: waiting for rank\(s\) \[1\]"):
+            reducer.launch(0, 100).wait()
+    dist.barrier()
+
+
+def test_the_limit_of_the_process_group_holds_for_shared_memory_too() -> None:
+    run_ranks(_group_has_a_limit, 2)
 
 
 def _wait_longer_than_a_time_slice(rank: int, world_size: int) -> float:
