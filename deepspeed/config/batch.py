@@ -90,9 +90,9 @@ def _mismatch(train: int, micro: int | None, accumulation: int | None, ranks: in
 
 def _cure(train: int, micro: int | None, accumulation: int | None, ranks: int) -> str:
     """Name the nearest sizes that work."""
-    step = ranks * (micro or 1) * ((accumulation or 1) if micro is None or accumulation else 1)
-    below, above = train // step * step, -(-train // step) * step
-    fits = [str(size) for size in dict.fromkeys((below, above)) if size >= 1]
+    step = ranks * (micro or 1) * (accumulation or 1)
+    multiples = (step,) if micro and accumulation else (train // step * step, -(-train // step) * step)
+    fits = [str(size) for size in multiples if size >= 1]
     options = [f"train_batch_size {' or '.join(fits)}"]
     if micro and accumulation and train % (micro * ranks) == 0:
         options.append(f"gradient_accumulation_steps {train // (micro * ranks)}")
