@@ -283,7 +283,7 @@ def _type_name(value: object) -> str:
 
 
 def _refusal(value: object, path: str, cure: str = "") -> UnstorableStateError:
-    if not cure and hasattr(value, "state_dict"):
+    if not cure and hasattr(value, "state_dict") and not isinstance(value, type):
         cure = f"Store {path}.state_dict()."
     elif not cure and isinstance(value, torch.Generator):
         cure = f"Store {path}.get_state()."

@@ -158,7 +158,7 @@ def write_container(sink: Sink, entries: Sequence[Entry], metadata: Mapping[str,
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """The elements of a tensor as bytes in host memory: a view where it is contiguous there, else a copy."""
-    flat = tensor.detach().resolve_conj().resolve_neg().cpu().reshape(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().cpu().reshape(-1).contiguous()
     return flat.view(torch.uint8).numpy().data
 
 

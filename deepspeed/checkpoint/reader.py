@@ -107,7 +107,11 @@ class CheckpointReader:
 
     def client_state(self) -> dict[str, Any]:
         """What the user stored, read anew at each call; tensors are on the CPU."""
-        encoded = strict_json.loads(_read_file(self.folder / names.CLIENT_STATE_FILE))
+        path = self.folder / names.CLIENT_STATE_FILE
+        try:
+            encoded = strict_json.loads(_read_file(path))
+        except ValueError as error:
+            raise CheckpointDamagedError(f"{path} is not the JSON that was written: {error}.") from error
         return cast("dict[str, Any]", decode_client_state(encoded, self._tensor_reader(names.client_state_tensor)))
 
     def rank_state(self, rank: int) -> dict[str, Any]:

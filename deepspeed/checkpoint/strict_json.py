@@ -26,9 +26,12 @@ def loads(text: str | bytes) -> JsonValue:
     """Value of strict JSON text.
 
     Raises:
-        ValueError: not JSON, a key given twice, or NaN or Infinity.
+        ValueError: not JSON, a key given twice, NaN or Infinity, or nested deeper than the parser goes.
     """
-    value: JsonValue = json.loads(text, object_pairs_hook=_object, parse_constant=_refuse_constant)
+    try:
+        value: JsonValue = json.loads(text, object_pairs_hook=_object, parse_constant=_refuse_constant)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
     return value
 
 
