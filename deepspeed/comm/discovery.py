@@ -33,6 +33,7 @@ __all__ = [
     "in_dlts",
     "master_address",
     "parse_port",
+    "slurm_tasks_per_node",
 ]
 
 DEFAULT_PORT = 29500
@@ -153,6 +154,10 @@ def _scheduled(environ: Environ, port: int) -> Placement | None:
         is_slurm_step = _first_number(environ, ("SLURM_STEP_NUM_TASKS",)) == world_size
         if is_slurm_step and local_rank is None:  # srun with a PMI plug-in: both count the same ranks
             local_rank = _first_number(environ, ("SLURM_LOCALID",))
+        if is_slurm_step and local_world_size is None:
+            counts = slurm_tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+            node = _first_number(environ, ("SLURM_NODEID",)) or 0
+            local_world_size = counts[node] if node < len(counts) else None
         address = master_address(environ, world_size, local_world_size, is_slurm_step=is_slurm_step)
         return Placement(rank, world_size, local_rank, local_world_size, address, port, scheduler.name)
     return None
@@ -176,20 +181,20 @@ def master_address(
 ) -> str | None:
     """Return the host of rank 0 as far as the variables tell it, else None.
 
-    MASTER_ADDR first; then what AzureML (AZ_BATCH_MASTER_NODE, AZ_BATCHAI_MPI_MASTER_NODE), SageMaker (SM_HOSTS) or Slurm
-    (the step's first host) say; then loopback when every rank is on this host.
+    MASTER_ADDR first; then loopback when every rank is on this host; then what AzureML (AZ_BATCH_MASTER_NODE,
+    AZ_BATCHAI_MPI_MASTER_NODE), SageMaker (SM_HOSTS) or Slurm (the step's first host) say.
     """
     if environ.get("MASTER_ADDR"):
         return environ["MASTER_ADDR"]
+    if local_world_size == world_size:
+        return LOOPBACK
     azure = environ.get("AZ_BATCH_MASTER_NODE") or environ.get("AZ_BATCHAI_MPI_MASTER_NODE")
     if azure:
         return azure.partition(":")[0]
     if environ.get("SM_HOSTS"):
         return str(json.loads(environ["SM_HOSTS"])[0])
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
-    if is_slurm_step and nodes:
-        return first_slurm_host(nodes)
-    return LOOPBACK if local_world_size == world_size else None
+    return first_slurm_host(nodes) if is_slurm_step and nodes else None
 
 
 def first_slurm_host(nodes: str) -> str:
@@ -197,6 +202,12 @@ def first_slurm_host(nodes: str) -> str:
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
     assert first is not None  # the pattern matches the empty text
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0])
+
+
+def slurm_tasks_per_node(text: str) -> list[int]:
+    """Return the tasks on each node of a step: `"2(x3),1"` gives `[2, 2, 2, 1]`, the empty text nothing."""
+    runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(tasks) for tasks, nodes in runs for _ in range(int(nodes or 1))]
 
 
 def parse_port(name: str, port: int | str) -> int:

@@ -238,7 +238,8 @@ def _start_group(backend: str, placement: Placement, wait: timedelta, init_metho
         raise CommError(
             f"rank {placement.rank} of {placement.world_size} could not join the process group at {place} over {backend} "
             f"(waited up to {wait.total_seconds():g} s): {cause} "
-            "Check that every rank started, that rank 0 runs on that host, and that no other job uses the port."
+            "Check that every rank started, that rank 0 runs on that host, and that no other job uses the port; "
+            "MASTER_ADDR and MASTER_PORT choose another place."
         ) from cause
 
 

@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed.comm.discovery import Placement, discover, first_slurm_host, in_aml, in_aws_sm, in_dlts, parse_port
+from deepspeed.comm.discovery import (
+    Placement,
+    discover,
+    first_slurm_host,
+    in_aml,
+    in_aws_sm,
+    in_dlts,
+    parse_port,
+    slurm_tasks_per_node,
+)
 from deepspeed.errors import CommError
 
 TORCHRUN = {
@@ -58,6 +67,14 @@ TABLE = {
     "Cray PALS": (
         {"PMIX_RANK": "6", "WORLD_SIZE": "8", "PALS_LOCAL_RANKID": "2", "LOCAL_SIZE": "4", "MASTER_ADDR": "h"},
         *(6, 8, 2, 4, "h", 29500),
+    ),
+    "Slurm on several hosts": (
+        {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "1(x2),2", "SLURM_NODEID": "2"},
+        *(3, 4, 1, 2, "node07", 29500),
+    ),
+    "Slurm on one host": (
+        {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_NODEID": "0"},
+        *(3, 4, 1, 4, "127.0.0.1", 29500),
     ),
     "Slurm": (SLURM, 3, 4, 1, None, "node07", 29500),
     "Slurm with an address": ({**SLURM, "MASTER_ADDR": "h", "MASTER_PORT": "1"}, 3, 4, 1, None, "h", 1),
@@ -132,6 +149,11 @@ def test_a_port_must_be_a_port(port: int | str) -> None:
 )
 def test_the_first_host_of_a_slurm_node_list_is_found(nodes: str, first: str) -> None:
     assert first_slurm_host(nodes) == first
+
+
+@pytest.mark.parametrize(("text", "tasks"), [("", []), ("4", [4]), ("2(x3),1", [2, 2, 2, 1]), ("1,10(x2)", [1, 10, 10])])
+def test_the_tasks_of_each_slurm_node_are_counted(text: str, tasks: list[int]) -> None:
+    assert slurm_tasks_per_node(text) == tasks
 
 
 _names = st.text(string.ascii_lowercase, min_size=1, max_size=6)
