@@ -37,7 +37,7 @@ from deepspeed.errors import ArgumentError, UnbuiltFeatureError
 from deepspeed.monitor import MonitorMaster
 from deepspeed.optim.build import build_optimizer, build_scheduler
 from deepspeed.optim.elementwise import is_elementwise
-from deepspeed.precision.loss_scaler import LossScaler, build_loss_scaler
+from deepspeed.precision.loss_scaler import LossScaler, NullScaler, build_loss_scaler
 from deepspeed.precision.policy import DtypePolicy, cast_module
 from deepspeed.topology.mesh import AxisGroup, ParallelMesh
 from deepspeed.zero.flat import FlatGroup, NamedParameter
@@ -70,8 +70,8 @@ def build_engine(request: EngineRequest) -> DeepSpeedEngine:
     _refuse_unbuilt(mesh)
     device = torch.device(get_accelerator().device_name(get_local_rank()))
     module = request.module.to(device)
-    policy = DtypePolicy.from_config(config)
-    scaler = build_loss_scaler(config)
+    policy = DtypePolicy.from_config(config, device.type)
+    scaler = build_loss_scaler(config, device.type)
     batch = BatchSizes(config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps)
     accumulation = Accumulation(batch.accumulation, is_managed=config.managed_gradient_accumulation)
     guard = LossGuard(scaler)
@@ -96,7 +96,7 @@ def build_engine(request: EngineRequest) -> DeepSpeedEngine:
         accumulation=accumulation,
         loss_guard=guard,
         report=report,
-        communication_data_type=policy.communication,
+        communication_data_type=policy.communication or torch.float32,
         optimizer=trained,
         reducer=trained.reducer if trained is not None else None,
         basic_optimizer=basic,
@@ -205,7 +205,7 @@ def _train_parts(
         flats,
         axis,
         is_boundary=lambda: accumulation.is_backward_boundary,
-        check_scaled=guard.check if config.fp16.enabled else None,
+        check_scaled=None if isinstance(scaler, NullScaler) else guard.check,
         is_overlapped=config.zero_optimization.overlap_comm is not False,
     )
     client_state = {id(p): state for p, state in basic.state.items() if state}

@@ -185,7 +185,6 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, CheckpointMembers, nn.Mod
     def _report(self) -> None:
         report = self._parts.report
         if report.is_due(self.global_steps):
-            is_scaled = self._config.fp16.enabled
             report.step_done(
                 StepSummary(
                     global_step=self.global_steps,
@@ -193,7 +192,7 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, CheckpointMembers, nn.Mod
                     skipped_steps=self.skipped_steps,
                     lr=self.get_lr(),
                     mom=self.get_mom(),
-                    loss_scale=self._parts.loss_guard.scaler.scale if is_scaled else None,
+                    loss_scale=self._parts.loss_guard.loss_scale,
                     grad_norm=self.get_global_grad_norm(),
                     loss=report.mean_loss(),
                 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from deepspeed.errors import UsageError
-from deepspeed.precision.loss_scaler import LossScaler
+from deepspeed.precision.loss_scaler import LossScaler, NullScaler
 
 _FP32_BYTES = 4
 
@@ -20,6 +20,11 @@ class LossGuard:
     def __init__(self, scaler: LossScaler) -> None:
         self.scaler = scaler
         self._is_open = False
+
+    @property
+    def loss_scale(self) -> float | None:
+        """The scale, None where there is none to speak of."""
+        return None if isinstance(self.scaler, NullScaler) else self.scaler.scale
 
     def scale(self, loss: Tensor, factor: float = 1.0) -> Tensor:
         """`loss` x loss scale x `factor`, in fp32 where the loss is 16-bit and is changed at all."""

@@ -1,17 +1,18 @@
 """The true global gradient norm of flat buffers, in one pass that also tells whether every value is finite.
 
-Squares are summed cache block by cache block in at least fp32, and the blocks in fp64, so the norm of a billion elements
-is as exact as that of a thousand. Padding is zero and does not count.
+Squares are summed row by row of about a thousand elements in at least fp32, and the rows in fp64, so the norm of a billion
+elements is as exact as that of a thousand. Padding is zero and does not count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-_BLOCK_NUMEL = 1 << 19
+_ROW_NUMEL = 1024  # short enough that an fp32 sum keeps six to seven digits
+_BLOCK_NUMEL = _ROW_NUMEL << 8  # of 16-bit values: converted in the cache, not in memory
 
 
 def sum_of_squares(flats: Sequence[Tensor]) -> Tensor:
@@ -19,14 +20,20 @@ def sum_of_squares(flats: Sequence[Tensor]) -> Tensor:
 
     Infinity or NaN among the values, or squares beyond the range of fp32, give a non-finite result.
     """
-    parts = [_block(block) for flat in flats for block in torch.split(flat, _BLOCK_NUMEL) if block.numel()]
-    if not parts:
+    norms = [torch.linalg.vector_norm(rows, dim=1) for flat in flats for rows in _rows(flat)]
+    if not norms:
         return torch.zeros((), dtype=torch.float64)
-    total = torch.stack(parts)
-    return (total if total.device.type == "mps" else total.double()).sum()
+    joined = torch.cat(norms)
+    return (joined if joined.device.type == "mps" else joined.double()).square().sum()
 
 
-def _block(values: Tensor) -> Tensor:
-    if values.dtype not in (torch.float32, torch.float64):
-        values = values.float()  # a block: small enough to be scratch in the cache
-    return torch.dot(values, values)
+def _rows(flat: Tensor) -> Iterator[Tensor]:
+    """`flat` in pieces of shape (rows, elements) and at least fp32."""
+    is_16_bit = flat.dtype not in (torch.float32, torch.float64)
+    for block in torch.split(flat, _BLOCK_NUMEL) if is_16_bit else (flat,):
+        values = block.float() if is_16_bit else block
+        even = values.numel() // _ROW_NUMEL * _ROW_NUMEL
+        if even:
+            yield values[:even].view(-1, _ROW_NUMEL)
+        if even < values.numel():
+            yield values[even:].view(1, -1)
