@@ -123,8 +123,8 @@ class CpuAccelerator(DeepSpeedAccelerator):
         """Return the index set last, else the local rank."""
         return self._chosen_index if self._chosen_index is not None else int(self._environ.get("LOCAL_RANK", 0))
 
-    def current_device_name(self) -> str:
-        """Return `"cpu"`: tensors do not know of more than one."""
+    def device_name(self, device_index: int | None = None) -> str:
+        """Return `"cpu"` for every index: a tensor's device never has one here, so `"cpu:1"` would equal none."""
         return self._name
 
     def device_count(self) -> int:

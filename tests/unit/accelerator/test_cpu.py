@@ -28,8 +28,12 @@ def test_the_current_device_is_the_local_rank_until_another_is_set() -> None:
     assert accelerator.current_device() == 5
     accelerator.set_device(torch.device("cpu:1"))
     assert accelerator.current_device() == 1
-    assert accelerator.current_device_name() == "cpu"
-    assert torch.ones(1, device=accelerator.current_device_name()).device.type == "cpu"
+
+
+def test_every_index_names_the_device_that_tensors_report() -> None:
+    accelerator = CpuAccelerator({"LOCAL_RANK": "1"})
+    assert torch.device(accelerator.current_device_name()) == torch.ones(1).device
+    assert torch.device(accelerator.device_name(1)) == torch.ones(1).device
 
 
 def test_it_is_a_synchronized_device_with_gloo() -> None:
