@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from deepspeed.precision.loss_scaler import DynamicLossScaler
-from deepspeed.precision.loss_scaler import StaticLossScaler as LossScaler
+from deepspeed.precision.loss_scaler import CreateLossScaler, DynamicLossScaler, LossScaler
 
-__all__ = ["DynamicLossScaler", "LossScaler"]
+__all__ = ["CreateLossScaler", "DynamicLossScaler", "LossScaler"]
