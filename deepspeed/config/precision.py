@@ -128,7 +128,7 @@ class DataTypesConfig(ConfigModel):
     buffer_dtype: Dtype | None = None
     """Cast buffers to this format. Left out: buffers stay as they are."""
 
-    keep_in_fp32_modules: Literal["auto"] | TextList = "auto"
+    keep_in_fp32_modules: Literal["auto"] | list[str] = "auto"
     """Buffers that stay fp32 under fp16 and bf16, as name patterns. "auto" asks the model
     (`_keep_in_fp32_modules_strict`); an empty list means none."""
 
