@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -123,6 +124,20 @@ def test_a_refused_file_on_one_rank_sends_all_to_the_back_end(monkeypatch: pytes
 
     assert all(isinstance(reason, str) and "cannot create shared memory" in reason for reason in reasons)
     assert sum("seccomp says no" in str(reason) for reason in reasons) == 1
+
+
+def test_running_out_of_descriptors_is_a_reason_and_leaks_none() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free + 4, hard))
+    try:
+        reasons = _share(12)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    assert all(isinstance(reason, str) for reason in reasons)
+    assert any("Too many open files" in str(reason) for reason in reasons)
 
 
 def test_one_unwilling_rank_decides_for_all() -> None:
