@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import logging
 import os
 import shutil
 import signal
@@ -46,7 +47,8 @@ logger = get_logger("deepspeed.launcher.launch")  # also when the module runs as
 GRACE_SECONDS = 3.0
 """Between asking the ranks to end and ending them; the whole job must be gone in 5."""
 
-_STRAY_SECONDS = 1.0
+_STRAY_SECONDS = 0.75
+"""What helpers of ended ranks get to finish by themselves, and again between asking and ending them."""
 
 
 @dataclass(frozen=True)
@@ -168,10 +170,10 @@ def _watch(ranks: Sequence[Rank], inbox: SignalInbox) -> Rank | int:
     while True:
         received = [signum for signum in inbox.wait(None) if signum != signal.SIGCHLD]
         ended = _reap(ranks)
-        failed = next((rank for rank in ended if rank.exit_status), None)
-        if failed is not None:
+        failed = [rank for rank in ended if rank.exit_status]
+        if failed:
             _stop(ranks, inbox, signal.SIGTERM)
-            return failed
+            return min(failed, key=lambda rank: rank.process.returncode > 0)  # of several, the one a signal ended
         if received:
             logger.info("received %s: ending the job", signal.Signals(received[0]).name)
             _stop(ranks, inbox, signal.Signals(received[0]))
@@ -224,8 +226,10 @@ def _end_the_rest(ranks: Sequence[Rank]) -> None:
         time.sleep(0.01)
         _reap(ranks)
     if _has_children():
-        names = ", ".join(f"{process.pid}" for process in descendants())
-        logger.warning("ranks left processes behind, which are ended now: %s", names)
+        is_expected = any(rank.exit_status for rank in ranks)  # of ranks that were ended, but not of ranks that were done
+        pids = ", ".join(str(process.pid) for process in descendants())
+        level = logging.DEBUG if is_expected else logging.WARNING
+        logger.log(level, "ranks left processes behind, which are ended now: %s", pids)
         end_processes(spared=(), seconds=_STRAY_SECONDS)
 
 
