@@ -242,7 +242,8 @@ def test_the_same_object_in_two_places_is_no_loop() -> None:
 
 def test_equal_sets_give_equal_files() -> None:
     names = [f"name{number}" for number in range(50)]
-    assert encode_client_state(set(names)) == encode_client_state(set(names[::-1]))
+    backwards = names[::-1]
+    assert encode_client_state(set(names)) == encode_client_state(set(backwards))
 
 
 @pytest.mark.parametrize(
