@@ -270,7 +270,7 @@ class _Places(NamedTuple):
                 return int(self.mpu.get_data_parallel_world_size())
             return self._share(int(self.mpu.get_sequence_parallel_world_size()))
         if self.mesh is not None:
-            return self.mesh.size((self.mesh.mesh_dim_names or ()).index("data_parallel"))
+            return _data_parallel_size(self.mesh)
         if self.ranks is None and config.data_parallel_size is not None:
             return config.data_parallel_size
         return self._share(config.sequence_parallel_size) if self.ranks is not None else 1
@@ -285,6 +285,13 @@ class _Places(NamedTuple):
                 "Pass dp_world_size, or the world size of the job."
             )
         return ranks // sequence_ranks
+
+
+def _data_parallel_size(mesh: Mesh) -> int:
+    names = mesh.mesh_dim_names or ()
+    if "data_parallel" not in names:
+        raise ArgumentError(f'the mesh has the dimensions {names}; needed one named "data_parallel". Name it so.')
+    return mesh.size(names.index("data_parallel"))
 
 
 class _Placed(NamedTuple):

@@ -19,7 +19,7 @@ def test_the_page_in_docs_is_current() -> None:
     assert PAGE.read_text() == reference_page(), "run: deepspeed-config reference > docs/reference/config.md"
 
 
-@pytest.mark.parametrize("section", sections(DeepSpeedConfig), ids=lambda section: section.path or "top level")
+@pytest.mark.parametrize("section", list(sections(DeepSpeedConfig)), ids=lambda section: section.path or "top level")
 def test_every_field_and_block_has_a_text(section: Section) -> None:
     texts = field_texts(section.model)
     assert set(texts) == set(section.model.model_fields)

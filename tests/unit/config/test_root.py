@@ -339,7 +339,7 @@ class SequenceMpu:
 
 
 class Mesh:
-    mesh_dim_names = ("sequence_parallel", "data_parallel")
+    mesh_dim_names: tuple[str, ...] | None = ("sequence_parallel", "data_parallel")
 
     def size(self, mesh_dim: int) -> int:
         return (2, 4)[mesh_dim]
@@ -367,6 +367,21 @@ def test_a_world_size_that_sequences_do_not_divide_is_refused() -> None:
         DeepSpeedConfig({"train_batch_size": 2}, mpu=SequenceMpu(), world_size=3)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="no world size"):
         DeepSpeedConfig({"train_batch_size": 2}, mpu=SequenceMpu())  # type: ignore[arg-type]
+
+
+def test_a_mesh_without_a_data_parallel_dimension_is_refused() -> None:
+    mesh = Mesh()
+    mesh.mesh_dim_names = ("x", "y")
+    with pytest.raises(ArgumentError, match='needed one named "data_parallel"'):
+        DeepSpeedConfig({"train_batch_size": 2}, mesh_device=mesh)
+
+
+def test_a_copy_is_equal_and_apart() -> None:
+    config = build(fp16={"enabled": True})
+    copied = copy.deepcopy(config)
+    assert copied.resolved() == config.resolved()
+    copied.fp16.hysteresis = 5
+    assert config.fp16.hysteresis == 2
 
 
 @given(micro=st.integers(1, 16), steps=st.integers(1, 8), ranks=st.integers(1, 8))
