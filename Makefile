@@ -13,13 +13,13 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 BIN := .venv/bin
 READY := .venv/.ready
-export OMP_NUM_THREADS ?= 1
 
 .PHONY: train test lint bench docs clean
 
 train: $(READY)
 	$(BIN)/python examples/gpt/run.py
 
+test: export OMP_NUM_THREADS := 1
 test: $(READY)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 

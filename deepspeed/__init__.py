@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal t
     from deepspeed.common.logging import logger as logger
     from deepspeed.config import DeepSpeedConfig as DeepSpeedConfig
     from deepspeed.config.arguments import add_config_arguments as add_config_arguments
-    from deepspeed.data.loader import DeepSpeedDataLoader as DeepSpeedDataLoader
+    from deepspeed.data import DeepSpeedDataLoader as DeepSpeedDataLoader
     from deepspeed.engine.engine import DeepSpeedEngine as DeepSpeedEngine
     from deepspeed.errors import ConfigError
     from deepspeed.version import git_branch as git_branch
@@ -41,7 +41,7 @@ __version_patch__ = version_patch
 _NAMES = {
     "DeepSpeedConfig": "deepspeed.config:DeepSpeedConfig",
     "DeepSpeedConfigError": "deepspeed.errors:ConfigError",
-    "DeepSpeedDataLoader": "deepspeed.data.loader:DeepSpeedDataLoader",
+    "DeepSpeedDataLoader": "deepspeed.data:DeepSpeedDataLoader",
     "DeepSpeedEngine": "deepspeed.engine.engine:DeepSpeedEngine",
     "DeepSpeedOptimizer": "deepspeed.zero.optimizer:DeepSpeedOptimizer",
     "DeepSpeedOptimizerCallable": "deepspeed.api:DeepSpeedOptimizerCallable",

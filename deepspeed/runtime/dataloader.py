@@ -1,7 +1,7 @@
-"""Door to `deepspeed.data.loader`."""
+"""Door to `deepspeed.data`."""
 
 from __future__ import annotations
 
-from deepspeed.data.loader import DeepSpeedDataLoader, RepeatingLoader
+from deepspeed.data import DeepSpeedDataLoader, RepeatingLoader
 
 __all__ = ["DeepSpeedDataLoader", "RepeatingLoader"]

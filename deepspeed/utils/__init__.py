@@ -6,7 +6,7 @@ from deepspeed.common.lazy import attach
 
 _SUBMODULES = ("groups", "logging", "numa", "timer")
 _NAMES = {
-    "RepeatingLoader": "deepspeed.data.loader:RepeatingLoader",
+    "RepeatingLoader": "deepspeed.data:RepeatingLoader",
     "get_numactl_cmd": "deepspeed.launcher.numa:get_numactl_cmd",
     "log_dist": "deepspeed.common.logging:log_dist",
     "log_dist_once": "deepspeed.common.logging:log_dist_once",
