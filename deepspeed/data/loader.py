@@ -164,7 +164,7 @@ def _check(dataset: object, batch_size: int, curriculum: Mapping[str, Any] | Non
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise ArgumentError(
             f"dataset is a {type(dataset).__name__}, which has no positions that ranks could share; one with __getitem__ "
-            "and __len__ is needed. For a stream, iterate a torch DataLoader of your own whose dataset gives each rank its part."
+            "and __len__ is needed. For a stream, iterate a torch DataLoader of your own whose dataset deals it to ranks."
         )
     if batch_size < 1:
         raise ArgumentError(f"batch_size={batch_size!r}, but at least 1 is needed.")
