@@ -4,7 +4,7 @@ import ast
 import importlib
 import inspect
 import json
-import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +16,8 @@ import deepspeed
 from deepspeed import version as version_text
 from deepspeed.version import read_git
 
+REPOSITORY = Path(deepspeed.__file__).parent.parent
+COME_WITH_OTHERS = {"pydantic_core", "oneccl_bindings_for_pytorch"}  # with pydantic; with torch for Intel devices
 SPENT = "import os; t = os.times(); print('@', t.user + t.system)"
 
 
@@ -143,5 +145,35 @@ def test_commit_and_branch_are_read_through_a_linked_working_tree(tmp_path: Path
 
 def test_the_hash_of_this_copy_is_a_commit_or_honestly_unknown() -> None:
     assert deepspeed.__git_hash__ == deepspeed.git_hash
-    in_repository = os.path.exists(Path(deepspeed.__file__).parent.parent / ".git")
+    in_repository = (REPOSITORY / ".git").exists()
     assert (deepspeed.git_hash != "unknown") == in_repository
+
+
+def _imported(folder: Path) -> set[str]:
+    """Top-level names of every module that a file of `folder` imports, by statement or by `import_module("...")`."""
+    found: set[str] = set()
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                found.add(str(node.module))
+            elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module") and node.args:
+                first = node.args[0]
+                found.update([first.value] if isinstance(first, ast.Constant) else [])
+    return {name.split(".")[0] for name in found} - set(sys.stdlib_module_names) - {"deepspeed", "__future__"}
+
+
+def test_every_declared_dependency_is_imported_and_every_import_declared() -> None:
+    tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    extras = ("tensorboard", "wandb", "comet", "transformers")
+    always = _names(project["dependencies"])
+    optional = {name for extra in extras for name in _names(project["optional-dependencies"][extra])}
+    imported = _imported(REPOSITORY / "deepspeed")
+    assert always - imported == set()
+    assert imported - always - optional - COME_WITH_OTHERS == set()
+
+
+def _names(requirements: list[str]) -> set[str]:
+    return {re.split(r"[<>=\[; ]", requirement)[0].replace("-", "_") for requirement in requirements}
