@@ -28,7 +28,7 @@ from deepspeed.checkpoint.storage import Storage
 from deepspeed.common.logging import get_logger
 from deepspeed.errors import CheckpointError
 
-__all__ = ["clean", "find_folder", "new_token", "point_latest", "settle", "swap_in", "working_folder"]
+__all__ = ["clean", "find_folder", "new_token", "point_latest", "retire", "settle", "swap_in", "working_folder"]
 
 _ASIDE = re.compile(r"\.(?P<name>.+)\.(?P<kind>writing|replaced)-[0-9a-f]{16}")
 
@@ -98,9 +98,23 @@ def settle(old: Path | None, final: Path, storage: Storage) -> None:
     storage.sync_folder(final.parent)
     if old is not None:
         try:
-            _retire(old, final, storage)
+            retire(old, final, storage)
         except OSError as error:
             _logger.warning("the new checkpoint %s is whole, but the old one could not be removed: %s.", final, error)
+
+
+def retire(old: Path, final: Path, storage: Storage) -> None:
+    """Remove a folder that is no checkpoint, or no longer one, after carrying the user's own files over to `final`.
+
+    Raises:
+        OSError: the system refused; what is left is cleaned up by a later save.
+    """
+    if old.is_dir() and not old.is_symlink() and final.is_dir():
+        for entry in sorted(old.iterdir()):
+            if not is_own_file(entry.name) and not (final / entry.name).exists():
+                _logger.info("carrying %s over to the new checkpoint: it is not one of its files.", entry)
+                storage.rename(entry, final / entry.name)
+    storage.remove(old)
 
 
 def point_latest(save_dir: Path, tag: str, token: str, storage: Storage) -> None:
@@ -137,16 +151,6 @@ def _clean_one(aside: _Aside, storage: Storage) -> None:
         if aside.kind == "replaced" and not aside.final.exists():
             storage.rename(aside.path, aside.final)
         else:
-            _retire(aside.path, aside.final, storage)
+            retire(aside.path, aside.final, storage)
     finally:
         lock.release()
-
-
-def _retire(old: Path, final: Path, storage: Storage) -> None:
-    """Remove a folder that is no longer a checkpoint, after carrying the user's own files over to `final`."""
-    if old.is_dir() and not old.is_symlink() and final.is_dir():
-        for entry in sorted(old.iterdir()):
-            if not is_own_file(entry.name) and not (final / entry.name).exists():
-                _logger.info("carrying %s over to the new checkpoint: it is not one of its files.", entry)
-                storage.rename(entry, final / entry.name)
-    storage.remove(old)

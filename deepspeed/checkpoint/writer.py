@@ -26,7 +26,7 @@ from deepspeed.checkpoint import names, strict_json
 from deepspeed.checkpoint.agreement import Ranks, ranks_of, together
 from deepspeed.checkpoint.client_state import encode_client_state
 from deepspeed.checkpoint.container import Entry, dtype_name, write_container
-from deepspeed.checkpoint.folders import clean, new_token, point_latest, settle, swap_in, working_folder
+from deepspeed.checkpoint.folders import clean, new_token, point_latest, retire, settle, swap_in, working_folder
 from deepspeed.checkpoint.manifest import VERSION, FileEntry, Fragment, Manifest, TensorEntry, find_cover_fault
 from deepspeed.checkpoint.storage import Lock, Storage
 from deepspeed.common.logging import get_logger
@@ -184,15 +184,15 @@ class _Save:
             doing = f"rename the finished folder to {final.name}"
             old = swap_in(self._working, final, self._token, self._storage)
             self._working = None  # committed: from here on, errors leave the new checkpoint whole
-            doing = "make the rename durable (the new checkpoint itself is whole)"
+            doing = f"make the rename to {final.name} durable"
             settle(old, final, self._storage)
             if self._save_latest:
-                doing = f"let the file {names.LATEST_FILE!r} name it (the new checkpoint itself is whole)"
+                doing = f"let the file {names.LATEST_FILE!r} name it"
                 point_latest(self._save_dir, self._tag, self._token, self._storage)
         except OSError as error:
+            state = "The new checkpoint is whole." if self._working is None else "Any earlier checkpoint is intact."
             raise CheckpointError(
-                f"saving checkpoint {self._tag!r} in {self._save_dir}: could not {doing}: {error}. "
-                f"Any earlier checkpoint is intact. {_cure(error)}"
+                f"saving checkpoint {self._tag!r} in {self._save_dir}: could not {doing}: {error}. {state} {_cure(error)}"
             ) from error
         return str(final.relative_to(self._save_dir))
 
@@ -200,7 +200,7 @@ class _Save:
         """Remove what was not committed and give the folder free."""
         if self._working is not None:
             try:
-                self._storage.remove(self._working)
+                retire(self._working, names.tag_folder(self._save_dir, self._tag), self._storage)
             except OSError as error:
                 _logger.warning("could not remove the unfinished %s: %s. The next save tries again.", self._working, error)
         if self._lock is not None:

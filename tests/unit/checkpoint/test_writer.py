@@ -262,7 +262,7 @@ def test_wherever_the_disk_fills_up_the_old_checkpoint_or_the_new_one_is_whole(n
     _save(tmp_path, value=1.0)
     text = _text_of_error(lambda: _save(tmp_path, value=2.0, storage=FullDisk(nbytes)))
     assert text is None or "Free space" in text
-    is_new = text is None or "the new checkpoint itself is whole" in text  # the disk may be full just for `latest`
+    is_new = text is None or "The new checkpoint is whole" in text  # the disk may be full just for `latest`
     assert _value(tmp_path) == (2.0 if is_new else 1.0)
     assert _names(tmp_path / "t") == ["client_state.json", "manifest.json", "rank_00000.safetensors"]
 
@@ -288,7 +288,7 @@ def test_a_refused_operation_is_an_error_that_leaves_one_whole_checkpoint(
     _save(saves, value=1.0)
     with pytest.raises(CheckpointError, match="Input/output error") as caught:
         _save(saves, value=2.0, storage=Refusing(lambda name, where: name == operation and path in where.name))
-    assert ("the new checkpoint itself is whole" in str(caught.value)) == (expected == 2.0)
+    assert ("The new checkpoint is whole" in str(caught.value)) == (expected == 2.0)
     assert _value(saves) == expected
 
 
@@ -297,6 +297,21 @@ def test_a_folder_that_another_rank_does_not_see_is_explained(tmp_path: Path, mo
     unseen = Refusing(lambda name, path: name == "create", errno.ENOENT)
     errors = _save_on_ranks(tmp_path, 3, _thirds, lambda rank: unseen if rank == 2 else Storage())
     assert all("rank 2: " in str(error) and "that all ranks see" in str(error) for error in errors)
+
+
+def test_a_save_interrupted_at_the_commit_keeps_the_users_files(tmp_path: Path) -> None:
+    class _Interrupted(Storage):
+        def exchange(self, one: Path, other: Path) -> bool:
+            super().exchange(one, other)
+            raise KeyboardInterrupt
+
+    _save(tmp_path, value=1.0)
+    (tmp_path / "t" / "notes.txt").write_text("mine")
+    with pytest.raises(KeyboardInterrupt):
+        _save(tmp_path, value=2.0, storage=_Interrupted())
+    assert _value(tmp_path) == 2.0
+    assert (tmp_path / "t" / "notes.txt").read_text() == "mine"
+    assert _names(tmp_path) == ["latest", "t"]
 
 
 def _is_killed(body: Callable[[], object]) -> bool:
