@@ -65,7 +65,8 @@ def _describe(path: str, value: object) -> Iterator[str]:
     elif inspect.isroutine(value):
         yield path + _signature(value)
     else:
-        yield f"{path}: {type(value).__name__}"
+        kind = type(value)
+        yield f"{path}: {'type alias' if kind.__module__ in ('collections.abc', 'typing', 'types') else kind.__name__}"
 
 
 def _members(path: str, cls: type) -> Iterator[str]:
