@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from deepspeed import comm
@@ -35,8 +35,8 @@ from deepspeed.engine.parts import EngineParts
 from deepspeed.engine.report import StepReport
 from deepspeed.errors import ArgumentError, UnbuiltFeatureError
 from deepspeed.monitor import MonitorMaster
-from deepspeed.optim.build import build_optimizer, build_scheduler
-from deepspeed.optim.elementwise import is_elementwise
+from deepspeed.optim import build_optimizer, build_scheduler, client_optimizer, client_scheduler, is_elementwise
+from deepspeed.optim.build import LRSchedule
 from deepspeed.precision.loss_scaler import LossScaler, NullScaler, build_loss_scaler
 from deepspeed.precision.policy import DtypePolicy, cast_module
 from deepspeed.topology.mesh import AxisGroup, ParallelMesh
@@ -132,35 +132,26 @@ def _refuse_unbuilt(mesh: ParallelMesh) -> None:
 
 
 def _basic_optimizer(request: EngineRequest) -> Optimizer | None:
-    optimizer, block = request.optimizer, request.config.optimizer
-    parameters = request.model_parameters
+    optimizer, block, parameters = request.optimizer, request.config.optimizer, request.model_parameters
+    names: dict[Tensor, str] = {param: name for name, param in request.module.named_parameters()}
     if parameters is None:
-        parameters = [p for p in request.module.parameters() if p.requires_grad]
-    if optimizer is None:
-        return build_optimizer(block, parameters) if block is not None and parameters else None
-    if isinstance(optimizer, Optimizer):
-        return optimizer
-    if not callable(optimizer):
-        raise ArgumentError(
-            f"initialize(optimizer=...) got a {type(optimizer).__name__}: a torch.optim.Optimizer, or a callable that takes "
-            "the parameters and returns one, is needed."
-        )
-    made = optimizer(parameters)
-    if not isinstance(made, Optimizer):
-        raise ArgumentError(f"the optimizer callable returned a {type(made).__name__}: a torch.optim.Optimizer is needed.")
-    return made
+        parameters = [param for param in names if param.requires_grad]
+    if optimizer is not None:
+        return client_optimizer(optimizer, parameters, names=names)
+    return build_optimizer(block, parameters, names=names) if block is not None and parameters else None
 
 
-def _schedule(request: EngineRequest, basic: Optimizer | None) -> Any:
-    scheduler = request.lr_scheduler
-    if scheduler is None:
-        block = request.config.scheduler
-        return build_scheduler(block, basic) if block is not None and basic is not None else None
-    if callable(scheduler) and not hasattr(scheduler, "step"):
-        if basic is None:
-            raise ArgumentError("initialize(lr_scheduler=<callable>) without an optimizer: there are no rates to schedule.")
-        return scheduler(basic)
-    return scheduler
+def _schedule(request: EngineRequest, basic: Optimizer | None) -> LRSchedule | None:
+    scheduler, block = request.lr_scheduler, request.config.scheduler
+    if basic is None:
+        if scheduler is not None:
+            raise ArgumentError(
+                "initialize(lr_scheduler=...) without an optimizer: there are no rates. Give it an optimizer."
+            )
+        return None
+    if scheduler is not None:
+        return client_scheduler(scheduler, basic)
+    return build_scheduler(block, basic) if block is not None else None
 
 
 def _loader(request: EngineRequest, batch: BatchSizes, report: StepReport) -> Any:

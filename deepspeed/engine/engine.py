@@ -25,7 +25,7 @@ from deepspeed.engine.members import CompatibleMembers
 from deepspeed.engine.parts import EngineParts
 from deepspeed.engine.report import BACKWARD, BACKWARD_ALLREDUCE, BACKWARD_INNER, FORWARD, STEP, StepSummary
 from deepspeed.engine.save_load import CheckpointMembers
-from deepspeed.errors import ArgumentError, UsageError
+from deepspeed.errors import ArgumentError, UnbuiltFeatureError
 
 _GC_EVERY_STEPS = 100
 _NO_OPTIMIZER = "on an engine without an optimizer. Give initialize() an optimizer to train."
@@ -261,11 +261,11 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, CheckpointMembers, nn.Mod
         """Compile the module in place; parameter names stay as they are.
 
         Raises:
-            UsageError: `schedule` or `compiled_autograd_enabled`, which belong to features not built yet.
+            UnbuiltFeatureError: `schedule` or `compiled_autograd_enabled`, which belong to features not built yet.
         """
         asked = [name for name, value in kwargs.items() if value]
         if asked:
-            raise UsageError(f"engine.compile({', '.join(asked)}=...) is not built yet. Leave it out.")
+            raise UnbuiltFeatureError(f"engine.compile({', '.join(asked)}=...) is not built yet. Leave it out.")
         self.module.compile(backend=backend or get_accelerator().get_compile_backend(), **(compile_kwargs or {}))
         self._is_compiled = True
 
@@ -279,6 +279,7 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, CheckpointMembers, nn.Mod
         if self.optimizer is not None:
             self.optimizer.release()
         self.optimizer = None
+        self._parts.report.monitor.close()
         self._parts = self._parts.without_training()
         if self._config.disable_python_gc:
             gc.enable()
