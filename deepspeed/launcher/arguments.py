@@ -33,7 +33,8 @@ def parse_runner_args(words: Sequence[str] | None = None) -> argparse.Namespace:
         epilog="Everything after the script is passed to it unchanged. A lone -- may stand before the script.",
     )
     _add_resource_flags(parser.add_argument_group("which hosts and devices"))
-    _add_host_flags(parser.add_argument_group("several hosts"))
+    unbuilt = "of these only --no_ssh works in this version; the others are understood"
+    _add_host_flags(parser.add_argument_group("several hosts", unbuilt))
     _add_rank_flags(parser.add_argument_group("how each rank runs"))
     job = parser.add_argument_group("the job")
     job.add_argument("--master_addr", default="", help="address where ranks meet; default: the first host, 127.0.0.1 on one")
@@ -47,7 +48,7 @@ def parse_runner_args(words: Sequence[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="keep the launcher's process id in <temporary folder>/<process id of this command>.ds while the job runs",
     )
-    job.add_argument("--autotuning", choices=("tune", "run"), default="", help="search for the fastest configuration first")
+    job.add_argument("--autotuning", choices=("tune", "run"), default="", help="not built yet in this version")
     parser.add_argument("user_script", help="the script; with --module a module, with --no_python a command")
     parser.add_argument("user_args", nargs=argparse.REMAINDER, help="arguments of the script")
     return _parse(parser, words, "user_script", "user_args")

@@ -157,11 +157,12 @@ def _refuse_unbuilt(args: argparse.Namespace, hosts: Sequence[str]) -> None:
     Raises:
         LaunchError: there is such a thing.
     """
-    for flag, instead in (
-        ("elastic_training", "start with a fixed number of hosts"),
-        ("autotuning", "set micro-batch and ZeRO stage by hand"),
+    is_elastic = args.elastic_training or (args.min_elastic_nodes, args.max_elastic_nodes) != (-1, -1)
+    for is_asked, flag, instead in (
+        (is_elastic, "elastic_training", "start with a fixed number of hosts"),
+        (args.autotuning, "autotuning", "set micro-batch and ZeRO stage by hand"),
     ):
-        if getattr(args, flag):
+        if is_asked:
             raise LaunchError(f"--{flag} is not built yet in this version: {instead}.")
     if args.no_ssh:
         return

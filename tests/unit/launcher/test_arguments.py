@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -111,3 +112,12 @@ def test_the_launcher_imports_the_working_directory_when_the_package_lies_there(
     monkeypatch.chdir(root)
     monkeypatch.setattr(sys, "path", ["", *(path for path in sys.path if path not in ("", root))])
     assert "-P" not in launch_argv(parse_runner_args(["t.py"]), "e30=", "127.0.0.1", 29500, 0)
+
+
+def test_the_reference_page_has_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "launcher.md").read_text()
+    for parse in (parse_runner_args, parse_launch_args):
+        with pytest.raises(SystemExit):
+            parse(["--help"])
+        flags = set(re.findall(r"--[a-z]\w*", capsys.readouterr().out))
+        assert {flag for flag in flags if f"`{flag}" not in page} == set()

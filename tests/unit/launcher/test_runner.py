@@ -105,6 +105,7 @@ def hostfile(tmp_path: object) -> str:
         ("-H {hosts} --num_nodes 1", "for worker-0.invalid"),
         ("--force_multi", "--launcher pdsh for localhost"),
         ("--elastic_training", "--elastic_training is not built yet"),
+        ("--max_elastic_nodes 2", "--elastic_training is not built yet"),
         ("--autotuning run", "--autotuning is not built yet"),
     ],
 )
