@@ -6,10 +6,15 @@ The engine lends `group["params"]` one flat tensor at a time and takes it back a
 parameter list: each step reads the groups afresh, and state is found by parameter, made at its first step.
 
 Not here: the maths of one optimizer (its own folder), and masters, clipping and loss scale (the engine's business).
+
+[Note: dynamo stays out] torch.optim.Optimizer wraps some methods in a decorator that imports torch._dynamo at the first call:
+seconds of processor time for the first optimizer of a process, compiled or not. Its only effect is that torch.compile skips
+the method, so as long as nothing has loaded dynamo there is nothing to tell, and the method is called without the wrapper.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, overload
 
@@ -55,9 +60,13 @@ class GroupOptimizer(Optimizer):
         self.fp32_states = fp32_states
         super().__init__(params, defaults)
 
+    def add_param_group(self, param_group: Group) -> None:
+        """Add one parameter group, as in torch."""
+        _plain(Optimizer.add_param_group)(self, param_group)
+
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients; None takes the constructor's `set_grad_none`."""
-        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+        _plain(Optimizer.zero_grad)(self, self.set_grad_none if set_to_none is None else set_to_none)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -77,7 +86,7 @@ class GroupOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave; state keeps this optimizer's own dtype instead of the parameter's."""
-        super().load_state_dict(state_dict)
+        _plain(Optimizer.load_state_dict)(self, state_dict)
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
         for i, p in zip(ids, params, strict=True):
@@ -123,6 +132,13 @@ class GroupOptimizer(Optimizer):
 
     def _state_dtype(self, p: Tensor) -> torch.dtype:
         return torch.float32 if self.fp32_states and p.dtype in _LOW_PRECISION else p.dtype
+
+
+def _plain(method: Callable[..., None]) -> Callable[..., None]:
+    """`method` of torch's Optimizer as it is to be called: [Note: dynamo stays out]."""
+    is_loaded = "torch._dynamo" in sys.modules
+    plain: Callable[..., None] = method if is_loaded else getattr(method, "__wrapped__", method)
+    return plain
 
 
 class Batch:
