@@ -7,7 +7,7 @@ parameter list: each step reads the groups afresh, and state is found by paramet
 
 Not here: the maths of one optimizer (its own folder), and masters, clipping and loss scale (the engine's business).
 
-[Note: dynamo stays out] torch.optim.Optimizer wraps some methods in a decorator that imports torch._dynamo at the first call:
+[Note: dynamo stays out] torch.optim.Optimizer wraps some methods in a decorator that imports torch._dynamo at first use:
 seconds of processor time for the first optimizer of a process, compiled or not. Its only effect is that torch.compile skips
 the method, so as long as nothing has loaded dynamo there is nothing to tell, and the method is called without the wrapper.
 """
