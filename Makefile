@@ -14,7 +14,7 @@ PYTEST_ARGS ?=
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: train test lint bench docs clean
+.PHONY: train test lint lint-style lint-types lint-layers lint-spelling bench docs clean
 
 train: $(READY)
 	$(BIN)/python examples/gpt/run.py
@@ -23,11 +23,19 @@ test: export OMP_NUM_THREADS := 1
 test: $(READY)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-lint: $(READY)
+lint: lint-style lint-types lint-layers lint-spelling
+
+lint-style: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+
+lint-types: $(READY)
 	$(BIN)/mypy
+
+lint-layers: $(READY)
 	$(BIN)/lint-imports
+
+lint-spelling: $(READY)
 	$(BIN)/codespell
 
 bench: $(READY)
