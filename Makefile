@@ -7,6 +7,8 @@
 #
 # PYTHON=python3.12 chooses the interpreter of a new .venv. PIP_ARGS goes to pip, for example
 # PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu" for the small torch on a machine without GPUs.
+# PYTEST_ARGS goes to pytest. "-n 2" takes two thirds of the time on two busy cores, but tests then share them with the
+# ranks of other tests, and those that measure or wait for processes get noisy; so it is not the default.
 
 PYTHON ?= python3
 PIP_ARGS ?=
