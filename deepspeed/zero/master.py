@@ -10,8 +10,8 @@ torch call. Where the gradient needs no conversion (full precision, factor 1) th
 optimizer's fused kernel on views, without scratch.
 
 The torch optimizer never sees the model's parameters: its groups hold *slices* of the flat master. An optimizer whose update
-is not element-wise (`optim.is_elementwise`) gets one slice per parameter, in the parameter's shape, and gives the same
-numbers as on the parameters themselves.
+is not element-wise (`optim.is_elementwise`) gets one slice per parameter, in the parameter's shape, all of them in one call,
+and gives the same numbers as on the parameters themselves.
 
 What does not live here: the mean over ranks (`zero.reducer`), the value of the factor (`zero.optimizer`).
 
@@ -20,6 +20,7 @@ Source: ZeRO-Infinity (arXiv:2104.07857), section 5.2.2 for the walk over sub-gr
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -72,6 +73,7 @@ class MasterWeights:
         self.optimizer = optimizer
         self.is_elementwise = is_elementwise
         self._apply: Callable[[], Any] = optimizer.step
+        self._client_params = [list(group["params"]) for group in optimizer.param_groups]
         device = flats[0].master_F.device if flats else torch.device("cpu")
         self._sub_group_numel = SUB_GROUP_NUMEL.get(device.type, _DEVICE_SUB_GROUP_NUMEL)
         self.slices = tuple(s for flat in flats for s in self._cut(flat))
@@ -110,8 +112,12 @@ class MasterWeights:
             self._show(self.slices)
 
     def _batches(self, factor: float) -> Iterator[tuple[Slice, ...]]:
-        """Slices that are stepped together: all, when no scratch is needed, else as many as the sub-group holds."""
-        if factor == 1.0 and all(flat.gradients_F.dtype == flat.master_F.dtype for flat in self.flats):
+        """Slices that are stepped together: all, when no scratch is needed, else as many as the sub-group holds.
+
+        An optimizer that is not element-wise steps once per update: it may count its calls or look at whole groups.
+        """
+        needs_scratch = factor != 1.0 or any(flat.gradients_F.dtype != flat.master_F.dtype for flat in self.flats)
+        if not (needs_scratch and self.is_elementwise):
             yield self.slices
             return
         batch: list[Slice] = []
@@ -126,15 +132,17 @@ class MasterWeights:
             yield tuple(batch)
 
     def _gradients(self, batch: Sequence[Slice], factor: float) -> Iterator[tuple[Slice, Tensor]]:
-        used: dict[torch.dtype, int] = {}
+        wanted = Counter[torch.dtype]()
+        for s in batch:
+            wanted[s.param.dtype] += s.numel
+        used = Counter[torch.dtype]()
         for s in batch:
             grad = s.flat.gradients_F[s.start : s.stop]
             dtype = s.param.dtype
             if factor != 1.0 or grad.dtype != dtype:
-                begin = used.get(dtype, 0)
-                used[dtype] = begin + s.numel
-                scratch = self._scratch_for(dtype, sum(t.numel for t in batch if t.param.dtype == dtype))
-                scaled = scratch[begin : begin + s.numel]
+                begin = used[dtype]
+                used[dtype] += s.numel
+                scaled = self._scratch_for(dtype, wanted[dtype])[begin : begin + s.numel]
                 if grad.dtype == dtype:
                     torch.mul(grad, factor, out=scaled)
                 else:
@@ -149,6 +157,11 @@ class MasterWeights:
         if scratch is None or scratch.numel() < numel:
             scratch = self._scratch[dtype] = torch.empty(numel, dtype=dtype, device=self.flats[0].master_F.device)
         return scratch
+
+    def unshow(self) -> None:
+        """Let the optimizer see the model's parameters again: the walk is over for good."""
+        for group, params in zip(self.optimizer.param_groups, self._client_params, strict=True):
+            group["params"] = params
 
     def refresh_parameters(self) -> None:
         """Round the whole master into the parameters: after values were loaded."""

@@ -22,11 +22,13 @@ from deepspeed.precision.loss_scaler import LossScaler
 from deepspeed.zero.master import MasterWeights
 from deepspeed.zero.norm import sum_of_squares
 from deepspeed.zero.reducer import GradientReducer
+from deepspeed.zero.state_io import hand_back
 
 logger = get_logger(__name__)
 
 _CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_, with which the numbers agree
 _NAMES_SHOWN = 3
+_REDIRECTED = ("step", "zero_grad", "add_param_group")  # on the wrapped optimizer too: its owner may still hold it
 
 
 class DeepSpeedOptimizer:
@@ -67,7 +69,9 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
         self.global_norm: float | None = None
         self._opt_called = True  # torch's schedulers ask whether step() was called; the engine's update does not call it
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
-        self.optimizer.step = self.step  # type: ignore[method-assign]
+        self._client_attributes = {name: vars(self.optimizer).get(name) for name in _REDIRECTED}
+        for name in _REDIRECTED:
+            setattr(self.optimizer, name, getattr(self, name))
 
     def update(self, divisor: int, step_number: int) -> bool:
         """Make one update, or skip it. Collective over the data-parallel ranks.
@@ -82,8 +86,7 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
         Raises:
             NonFiniteError: values stay non-finite although the loss scale is at its floor; on all ranks together.
         """
-        if not self.reducer.is_reduced:
-            self.reducer.reduce()
+        self.reducer.ensure_reduced()
         base = self.gradient_multiplier / (divisor * self.loss_scaler.scale)
         squares = sum_of_squares([flat.gradients_F for flat in self.master.flats])
         self.global_norm = math.sqrt(squares.item()) * base if squares.item() >= 0 else math.nan
@@ -119,6 +122,13 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
         """Drop accumulated gradients. `set_to_none` is accepted for torch's signature: the flat buffer always stays."""
         for flat in self.master.flats:
             flat.clear_gradients()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
+        """Refuse: the buffers were laid out, and the ranks agreed on them, when the engine was made."""
+        raise UsageError(
+            "optimizer.add_param_group() was called on an optimizer that belongs to an engine. Give initialize() an "
+            "optimizer with all groups (rate 0 for those that start later), or destroy the engine, add it, initialize again."
+        )
 
     def step(self, closure: Callable[[], float] | None = None) -> NoReturn:
         """Refuse: stepping past the engine would miss the reduction, the clipping and the 16-bit weights."""
@@ -169,6 +179,13 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
         return f"ZeroOptimizer({self.optimizer!r})"
 
     def release(self) -> None:
-        """Give the wrapped optimizer its own step back and let go of the model: `engine.destroy()`."""
+        """Let go of the model and give the wrapped optimizer back, parameters, state and methods: `engine.destroy()`."""
         self.reducer.remove()
-        self.optimizer.__dict__.pop("step", None)
+        hand_back(self.master)
+        for name, before in self._client_attributes.items():
+            vars(self.optimizer).pop(name, None)
+            if before is not None:
+                setattr(self.optimizer, name, before)
+
+
+ZeroOptimizer.step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # torch's schedules need not count its calls

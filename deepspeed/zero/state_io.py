@@ -114,6 +114,27 @@ def carry_state(master: MasterWeights, client_state: Mapping[int, dict[str, Any]
     )
 
 
+def hand_back(master: MasterWeights) -> None:
+    """Inverse of `carry_state`: the optimizer holds the model's parameters again, each with its own state.
+
+    State keeps its dtype: after 16-bit training it is that of the masters.
+    """
+    scalars = state_scalars(master)
+    pieces: dict[str, dict[str, list[StatePiece]]] = {}
+    for piece in state_pieces(master):
+        pieces.setdefault(piece.member.name, {}).setdefault(piece.key, []).append(piece)
+    for s in master.slices:
+        master.optimizer.state.pop(s.param, None)
+    for member in (m for flat in master.flats for m in flat.members):
+        tensors = {
+            key: torch.cat([piece.values for piece in sorted(found, key=lambda piece: piece.start)]).view(member.param.shape)
+            for key, found in pieces.get(member.name, {}).items()
+        }
+        if state := {**_loadable(scalars.get(member.name, {})), **tensors}:
+            master.optimizer.state[member.param] = state
+    master.unshow()
+
+
 def _is_sliced(key: str, value: Any, s: Slice) -> bool:
     return isinstance(value, Tensor) and value.shape == s.param.shape and key != "step"
 
@@ -131,7 +152,11 @@ def _agreed_scalars(names: list[str], scalars: Mapping[str, Mapping[str, Any]]) 
                 f"counters: {first} and {dict(scalars.get(name, {}))}. Give them different parameter groups, or load with "
                 "load_optimizer_states=False."
             )
-    return {key: torch.tensor(float(value)) if key == "step" else value for key, value in first.items()}
+    return _loadable(first)
+
+
+def _loadable(scalars: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: torch.tensor(float(value)) if key == "step" else value for key, value in scalars.items()}
 
 
 def _joined(
