@@ -21,13 +21,30 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from deepspeed.sharding import FlatLayout
+from deepspeed.sharding import FlatLayout, Slot
 
 if TYPE_CHECKING:
     from deepspeed.comm.algorithms import FlatAllReducer
 
 _ALIGNMENT_BYTES = 64  # a cache line, and the widest vector register
-_OWNER = "_ds_owner"  # the one back-reference on a user's parameter: a weakref to the FlatGroup it lives in
+_OWNER = "_ds_owner"  # the one back-reference on a user's parameter: its Place
+
+
+class Place:
+    """Where a parameter lives, without keeping anything alive; a copy or a pickle of the parameter lives nowhere."""
+
+    def __init__(self, group: FlatGroup, slot: Slot, param: nn.Parameter) -> None:
+        self.slot = slot
+        self._group = weakref.ref(group)
+        self._param = weakref.ref(param)
+
+    def group_of(self, param: nn.Parameter) -> FlatGroup | None:
+        """The flat group, None when it is gone or `param` is a copy."""
+        return self._group() if self._param() is param else None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Pickle as None, so that a saved model loads where this package is not installed."""
+        return type(None), ()
 
 
 @dataclass(frozen=True)
@@ -78,7 +95,6 @@ class FlatGroup:
         self._views: list[Tensor] = []
 
     def _adopt_values(self) -> None:
-        owner = weakref.ref(self)
         with torch.no_grad():
             for slot in self.layout.slots:
                 param = self.members[slot.index].param
@@ -89,7 +105,7 @@ class FlatGroup:
                     place.copy_(self.master_F[slot.start : slot.stop])
                 param.grad = None
                 param.data = place.view(param.shape)
-                setattr(param, _OWNER, owner)
+                setattr(param, _OWNER, Place(self, slot, param))
 
     def attach_gradients(self, reducer: FlatAllReducer) -> None:
         """Use `reducer.buffer` as the gradient buffer (once, before the first backward)."""
@@ -165,9 +181,9 @@ class FlatGroup:
     def release(self) -> None:
         """Let go of gradients and back-references; the model keeps its values and works on without an engine."""
         for member in self.members:
-            if getattr(member.param, _OWNER, None) is not None:
+            if owner_of(member.param) is self:  # else a newer engine has it, with its gradients
                 delattr(member.param, _OWNER)
-            member.param.grad = None
+                member.param.grad = None
         self._views = []
         if self._reducer is not None:
             self._reducer.close()
@@ -175,7 +191,19 @@ class FlatGroup:
 
 def release_owner(param: nn.Parameter) -> None:
     """Detach `param` from the engine it belonged to, if any: wrapping a model again replaces the earlier engine."""
-    reference = getattr(param, _OWNER, None)
-    owner = reference() if reference is not None else None
-    if owner is not None and any(member.param is param for member in owner.members):
+    owner = owner_of(param)
+    if owner is not None:
         owner.on_replaced()
+
+
+def place_of(param: nn.Parameter) -> tuple[FlatGroup, Slot] | None:
+    """The flat group that `param` lives in and its place there; None for a parameter that no engine trains."""
+    place: Place | None = getattr(param, _OWNER, None)
+    group = place.group_of(param) if place is not None else None
+    return None if place is None or group is None else (group, place.slot)
+
+
+def owner_of(param: nn.Parameter) -> FlatGroup | None:
+    """The flat group that `param` lives in; None for a parameter that no engine trains."""
+    found = place_of(param)
+    return None if found is None else found[0]

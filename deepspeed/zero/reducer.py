@@ -12,8 +12,9 @@ Three facts carry the design:
    apart. Several backward calls per step, nested (reentrant) backward passes and `no_sync` all rest on this.
 2. Buckets are launched in a fixed order, whatever order ranks finish them in, so collectives always pair up.
 3. A bucket may only be launched before the end of backward when no parameter in it will receive another gradient in the
-   same backward. The first boundary backward counts arrivals and launches nothing early; when any parameter on any rank
-   arrives twice (layers shared under reentrant recomputation), overlap stays off for good. [Note: arrivals are learned]
+   same backward. Each backward up to the first reduction counts arrivals and launches nothing early; when any parameter on
+   any rank arrives twice within one backward (layers shared under reentrant recomputation), overlap stays off for good. A
+   rank may have no gradient at all in that step, so agreeing is part of the reduction. [Note: arrivals are learned]
 
 What does not live here: dividing by accumulation steps, loss scale, clipping (one factor in `zero.master`).
 """
@@ -59,7 +60,8 @@ class _DenseBucket:
         self.is_launched = True
         if self.axis.size > 1:
             values = self.flat.gradients_F[self.bucket.start : self.bucket.stop]
-            self.has_nonfinite = torch.isfinite(values.sum()).logical_not()
+            at_least_fp32 = torch.promote_types(values.dtype, torch.float32)  # a sum of finite fp16 values can overflow fp16
+            self.has_nonfinite = torch.isfinite(values.sum(dtype=at_least_fp32)).logical_not()
             self._start()
 
     def _start(self) -> None:
@@ -120,11 +122,11 @@ class GradientReducer:
         buckets = [kinds[flat.is_row_sparse](flat, bucket, axis) for flat in flats for bucket in flat.layout.buckets]
         self._buckets = sorted(buckets, key=lambda bucket: -bucket.order)  # backward ends them in about this order
         self._next = 0
-        self._may_overlap = is_overlapped and axis.size > 1
+        self._may_overlap = is_overlapped and axis.size > 1 and bool(buckets)
         self._arrivals: set[int] | None = set() if self._may_overlap else None  # [Note: arrivals are learned]
         self._has_shared = False
         self._is_running = self._is_reducing = self._is_driven = False
-        self.is_reduced = False
+        self.is_reduced = self._is_removed = False
         self.sync_enabled = True
         self._handles = self._install()
 
@@ -167,6 +169,8 @@ class GradientReducer:
             self._check_scaled()
         self._is_running = True
         self.is_reduced = False
+        if self._arrivals is not None:
+            self._arrivals.clear()
         self._is_reducing = self._may_overlap and self._may_reduce
         if not self._is_driven:  # plain loss.backward(): ask autograd to call us when it is done
             Variable._execution_engine.queue_callback(self.after_backward)
@@ -197,6 +201,7 @@ class GradientReducer:
 
     def drive(self, backward: Callable[[], None]) -> None:
         """Run `backward()` (it calls autograd) and finish what it started: the engine's own backward."""
+        self._require_members()
         self._is_driven = True
         try:
             backward()
@@ -214,23 +219,39 @@ class GradientReducer:
         else:
             self._end()
 
+    def ensure_reduced(self) -> None:
+        """Before an update: reduce unless backward has. Collective over `axis`.
+
+        A gradient that the caller has dropped or replaced since then counts as it is now, on this rank.
+        """
+        if not self.is_reduced:
+            self.reduce()
+            return
+        self._require_members()
+        for flat in self.flats:
+            flat.collect()
+
     def reduce(self) -> None:
         """Bring every bucket to the mean over ranks. Collective over `axis`."""
+        self._require_members()
         for bucket in self._buckets[self._next :]:
             bucket.launch()
         for bucket in self._buckets:
             bucket.wait()
-        if self._arrivals:
+        if self._arrivals is not None:
             self._learn()
         self.is_reduced = self.axis.size > 1  # alone there is nothing to redo, and `collect` must still see late edits
         self._end()
 
     def _learn(self) -> None:
-        """[Note: arrivals are learned]: all ranks agree, once, whether any parameter arrives more than once."""
-        shared = torch.tensor([float(self._has_shared)], device=self.flats[0].parameters_F.device)
-        comm.all_reduce(shared, op=comm.ReduceOp.MAX, group=self.axis.group)
-        self._arrivals = None
-        self._may_overlap = not bool(shared.item())
+        """[Note: arrivals are learned]: all ranks agree, once any has seen gradients, whether a parameter arrives twice."""
+        flags = torch.tensor([bool(self._arrivals), self._has_shared], dtype=torch.float32)
+        flags = flags.to(self.flats[0].parameters_F.device)
+        comm.all_reduce(flags, op=comm.ReduceOp.MAX, group=self.axis.group)
+        has_arrivals, has_shared = flags.tolist()
+        if has_arrivals:
+            self._arrivals = None
+            self._may_overlap = not has_shared
 
     def _end(self) -> None:
         self._is_running = self._is_reducing = False
@@ -268,8 +289,16 @@ class GradientReducer:
             origin.update((name, ranks) for name in bucket.nonfinite_names())
         return origin
 
+    def _require_members(self) -> None:
+        if self._is_removed:
+            raise UsageError(
+                "this engine no longer owns its parameters: another deepspeed.initialize() wrapped all or some of them. "
+                "Use the newer engine, or give the two engines models that share no parameter."
+            )
+
     def remove(self) -> None:
-        """Take every hook off and release the flat groups."""
+        """Take every hook off and release the flat groups; the reducer is of no more use."""
+        self._is_removed = True
         for handle in self._handles:
             handle.remove()
         self._handles = []

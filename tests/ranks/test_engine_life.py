@@ -1,0 +1,196 @@
+"""What an engine owes its model, its optimizer and its peers when things do not go by the book."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deepspeed.errors import UsageError
+from tests.support.engines import config, make_engine, train
+from tests.support.models import Mlp, build, make_batches
+from tests.support.ranks import run_ranks
+from tests.support.reference import relative_difference, train_reference
+
+
+def sgd(model: nn.Module, rate: float = 0.1) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=rate)
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def _gradients_on_one_rank_only(rank: int, world_size: int) -> None:
+    model = build(Mlp, dtype=torch.float64)
+    batches = make_batches(model, 3)
+    engine = make_engine(model, config(), optimizer=sgd(model))
+    for step in batches:
+        if rank == 0:
+            engine.backward(engine(*step[0][0]))
+        engine.step()
+    wanted = build(Mlp, dtype=torch.float64)
+    train_reference(wanted, lambda params: torch.optim.SGD(params, lr=0.1 / world_size), batches)
+    assert relative_difference(weights(model), weights(wanted)) <= 1e-12
+
+
+def _a_dropped_gradient_stays_dropped(rank: int, world_size: int) -> None:
+    model = build(Mlp)
+    before = weights(model)
+    engine = make_engine(model, config(), optimizer=sgd(model))
+    engine.backward(engine(*model.batch(4, rank)))
+    model.zero_grad()
+    engine.step()
+    assert relative_difference(weights(model), before) == 0
+
+
+def _wrapping_again_leaves_the_newer_engine_alone(rank: int, world_size: int) -> None:
+    model = build(Mlp, dtype=torch.float64)
+    old = make_engine(model, config(), optimizer=sgd(model))
+    batches = make_batches(model, 2, 1, world_size)
+    wanted = train_reference(
+        build(Mlp, dtype=torch.float64), lambda params: torch.optim.SGD(params, lr=0.1), batches
+    ).weights
+    engine = make_engine(model, config(), optimizer=sgd(model))
+    for step in batches:
+        engine.backward(engine(*step[0][rank]))
+        old.destroy()
+        engine.step()
+    assert relative_difference(weights(model), wanted) <= 1e-12
+
+
+def _the_older_engine_says_so(rank: int, world_size: int) -> None:
+    model = build(Mlp)
+    old = make_engine(model, config(), optimizer=sgd(model))
+    old.backward(old(*model.batch(4, rank)))
+    make_engine(model.second, config(), optimizer=sgd(model.second))
+    with pytest.raises(UsageError, match="no longer owns"):
+        old.step()
+    with pytest.raises(UsageError, match="no longer owns"):
+        old.backward(old(*model.batch(4, rank)))
+
+
+def _destroy_gives_the_optimizer_back(rank: int, world_size: int) -> None:
+    model = build(Mlp)
+    optimizer = sgd(model)
+    engine = make_engine(model, config(), optimizer=optimizer)
+    for call in (optimizer.step, lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})):
+        with pytest.raises(UsageError, match="engine"):
+            call()
+    engine.destroy()
+    before = weights(model)
+    model(*model.batch(4, 0)).backward()
+    optimizer.step()
+    assert relative_difference(weights(model), before) > 0
+    again = make_engine(model, config(), optimizer=optimizer)
+    assert again.optimizer is not None
+
+
+def _the_client_may_zero_gradients_through_its_own_optimizer(rank: int, world_size: int) -> None:
+    model = build(Mlp)
+    before = weights(model)
+    optimizer = sgd(model)
+    engine = make_engine(model, config(), optimizer=optimizer)
+    engine.backward(engine(*model.batch(4, rank)))
+    optimizer.zero_grad()
+    engine.step()
+    assert relative_difference(weights(model), before) == 0
+
+
+def _models_are_copied_and_saved_while_they_train(rank: int, world_size: int) -> None:
+    model = build(Mlp)
+    make_engine(model, config(), optimizer=sgd(model))
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for each in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)):
+        assert relative_difference(weights(each), weights(model)) == 0
+        engine = make_engine(each, config(), optimizer=sgd(each))
+        engine.backward(engine(*each.batch(4, rank)))
+        engine.step()
+        engine.destroy()
+        assert relative_difference(weights(each), weights(model)) > 0
+    assert make_engine(model, config(), optimizer=sgd(model)).optimizer is not None
+
+
+def _torch_schedules_do_not_complain(rank: int, world_size: int) -> None:
+    for is_bound_before in (True, False):
+        model = build(Mlp)
+        optimizer = sgd(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            make = torch.optim.lr_scheduler.StepLR
+            before = make(optimizer, 1) if is_bound_before else None
+            engine = make_engine(model, config(), optimizer=optimizer, lr_scheduler=before)
+            schedule = before or make(engine.optimizer, 1)  # type: ignore[arg-type]
+            for step in make_batches(model, 2, 1, world_size):
+                train(engine, [step], rank)
+                if not is_bound_before:
+                    schedule.step()
+        assert engine.get_lr() == pytest.approx([0.1 * 0.1**2])
+
+
+LIVES = [
+    _gradients_on_one_rank_only,
+    _a_dropped_gradient_stays_dropped,
+    _wrapping_again_leaves_the_newer_engine_alone,
+    _the_older_engine_says_so,
+    _destroy_gives_the_optimizer_back,
+    _the_client_may_zero_gradients_through_its_own_optimizer,
+    _models_are_copied_and_saved_while_they_train,
+    _torch_schedules_do_not_complain,
+]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("life", LIVES, ids=lambda life: life.__name__.strip("_"))
+def test_an_engine_keeps_its_word(life: Any, world_size: int) -> None:
+    run_ranks(life, world_size)
+
+
+def _launches_during_backward(rank: int, world_size: int) -> list[bool]:
+    """For each boundary backward: was a bucket launched before the last gradient had come?"""
+    model = build(Mlp)
+    engine = make_engine(model, config(3, zero_optimization={"reduce_bucket_size": 20}), optimizer=sgd(model))
+    assert engine.optimizer is not None
+    buckets = engine.optimizer.reducer._buckets
+    found = []
+
+    def is_early(_: torch.Tensor) -> None:
+        if engine.is_gradient_accumulation_boundary():
+            found.append(buckets[0].is_launched)
+
+    model.first.weight.register_hook(is_early)  # its gradient is among the last
+    for step in make_batches(model, 3, 3, world_size):
+        train(engine, [step], rank)
+    return found
+
+
+def test_reduction_overlaps_with_backward_after_the_first_step_with_accumulation_too() -> None:
+    assert run_ranks(_launches_during_backward, 2) == [[False, True, True]] * 2
+
+
+def _culprit(rank: int, world_size: int) -> list[str]:
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("DeepSpeed").addHandler(handler)
+    model = build(Mlp)
+    engine = make_engine(model, config(fp16={"enabled": True, "initial_scale_power": 14}), optimizer=sgd(model))
+    inputs, targets = (t.half() for t in model.batch(4, rank))
+    loss = engine(inputs, targets * 0 - 5)  # gradients of one sign: each is finite, their sum is beyond fp16
+    engine.backward(loss * float("inf") if rank == 1 else loss)
+    engine.step()
+    return [message for message in messages if "skipped" in message]
+
+
+def test_the_log_blames_the_rank_whose_gradient_was_not_finite_and_no_other() -> None:
+    messages = run_ranks(_culprit, 2)
+    assert "brought by rank 1;" in messages[0][0]
