@@ -46,14 +46,14 @@ def draw_curve(
     """
     figure = Figure(figsize=(8, 4.5), dpi=100, layout="tight")
     axes = figure.subplots()
-    for path, style in ((training_csv, "training"), (validation_csv, "validation")):
-        samples, losses = read_metric(path)
-        millions = [count * context / 1e6 for count in samples]
-        if style == "training":
-            axes.plot(millions, losses, color="tab:blue", alpha=0.2, linewidth=0.6)
-            axes.plot(millions, running_mean(losses), color="tab:blue", linewidth=1.5, label="training (running mean)")
-        else:
-            axes.plot(millions, losses, "o-", color="tab:orange", markersize=4, linewidth=1.2, label="validation")
+    samples, losses = read_metric(training_csv)
+    millions = [count * context / 1e6 for count in samples]
+    axes.plot(millions, losses, color="tab:blue", alpha=0.2, linewidth=0.6)
+    axes.plot(millions, running_mean(losses), color="tab:blue", linewidth=1.5, label="training (running mean)")
+    samples, losses = read_metric(validation_csv)
+    axes.plot(
+        [count * context / 1e6 for count in samples], losses, "o", color="tab:orange", markersize=4, label="validation"
+    )
     axes.axhline(unigram_entropy, color="gray", linestyle="--", linewidth=1, label="entropy of single tokens")
     for number, samples_then in enumerate(resumed_at):
         label = "resumed from the checkpoint" if number == 0 else None

@@ -23,9 +23,9 @@ CPU_RANKS = 2
 def main() -> int:
     """Run both launches; returns the exit status of the first that failed, or 0."""
     parser = argparse.ArgumentParser(description="Train the example GPT in two launches.", epilog="See train.py --help.")
-    parser.add_argument("--steps", type=int, default=2400, help="optimizer steps of both launches together")
+    parser.add_argument("--steps", type=int, default=2800, help="optimizer steps of both launches together")
     args, more = parser.parse_known_args()
-    train = [str(Path(__file__).with_name("train.py")), "--steps", str(args.steps), *more]
+    train = [os.path.relpath(Path(__file__).with_name("train.py")), "--steps", str(args.steps), *more]
     started = time.monotonic()
     for phase in (["--until", str(args.steps // 2)], ["--resume"]):
         status = launch([*train, *phase])

@@ -1,7 +1,7 @@
 """Train a small GPT on real text through `deepspeed.initialize`. Start it with the launcher, or see `run.py`.
 
-        deepspeed --num_gpus 2 examples/gpt/train.py --steps 2400 --until 1200     first half, ends with a checkpoint
-        deepspeed --num_gpus 2 examples/gpt/train.py --steps 2400 --resume         the rest, from that checkpoint
+        deepspeed --num_gpus 2 examples/gpt/train.py --steps 2800 --until 1400     first half, ends with a checkpoint
+        deepspeed --num_gpus 2 examples/gpt/train.py --steps 2800 --resume         the rest, from that checkpoint
 
 Everything lands in `--out`: text.npz (tokens), csv/ and tensorboard/ (metrics), checkpoints/, loss.png, sample.txt.
 
@@ -44,7 +44,7 @@ def parse_args() -> argparse.Namespace:
     add("--data", type=Path, help="a text file or a folder of them; default: Python's standard library")
     add("--out", type=Path, default=Path("runs/gpt"), help="folder for logs, checkpoints, plot and sample")
     add("--config", type=Path, default=Path(__file__).with_name("ds_config.json"), help="DeepSpeed config")
-    add("--steps", type=int, default=2400, help="optimizer steps of the whole run, both launches together")
+    add("--steps", type=int, default=2800, help="optimizer steps of the whole run, both launches together")
     add("--until", type=int, help="step at which this launch saves and ends; default: --steps")
     add("--resume", action="store_true", help="go on from the latest checkpoint in --out")
     add("--batch", type=int, default=4, help="sequences per rank and forward")
