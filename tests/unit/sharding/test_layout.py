@@ -49,8 +49,10 @@ def test_buckets_tile_the_buffer_and_divide_into_equal_aligned_shards(plan: tupl
 
 @given(numels, st.integers(1, 90))
 def test_a_bucket_over_budget_holds_one_parameter(sizes: list[int], budget: int) -> None:
-    for bucket in FlatLayout.plan(sizes, bucket_numel=budget).buckets:
-        assert bucket.stop - bucket.start <= budget or bucket.last_slot - bucket.first_slot == 1
+    layout = FlatLayout.plan(sizes, bucket_numel=budget)
+    for bucket in layout.buckets:
+        with_elements = [s for s in layout.slots[bucket.first_slot : bucket.last_slot] if s.numel]
+        assert bucket.stop - bucket.start <= budget or len(with_elements) == 1
 
 
 @given(plans, st.data())
@@ -84,7 +86,7 @@ def test_even_ranges_tile_and_differ_by_at_most_one(numel: int, parts: int) -> N
 def test_a_175_billion_parameter_model_is_planned_for_1024_ranks() -> None:
     sizes = [12288 * 12288] * 1156
     layout = FlatLayout.plan(sizes, bucket_numel=500_000_000, alignment=32, world_size=1024)
-    assert layout.numel >= sum(sizes) and layout.numel - sum(sizes) <= len(layout.buckets) * 32 * 1024
+    assert 0 <= layout.numel - sum(sizes) <= len(layout.buckets) * 32 * 1024
 
 
 @pytest.mark.parametrize("bad", [{"bucket_numel": 0}, {"alignment": 0}, {"world_size": 0}])
