@@ -79,12 +79,12 @@ class Bar:
     def __init__(self, first: int, last: int) -> None:
         columns = (
             TextColumn("step {task.completed}/{task.total}"),
-            BarColumn(),
+            BarColumn(bar_width=24),
             TextColumn("loss {task.fields[loss]:.3f}"),
             TextColumn("{task.fields[speed]:,.0f} tokens/s"),
             TimeRemainingColumn(),
         )
-        self._progress = Progress(*columns, console=Console(width=100, highlight=False))
+        self._progress = Progress(*columns, console=Console(highlight=False))
         self._task = self._progress.add_task("train", total=last, completed=first, loss=float("nan"), speed=0.0)
 
     def __enter__(self) -> Bar:
