@@ -155,7 +155,7 @@ def train(
         if "validation_loss" in client_state:
             display.say(f"validation loss {client_state['validation_loss']:.4f} when saved, {validation_loss:.4f} now")
         while engine.global_steps < args.until:
-            started = time.perf_counter()
+            started, step_before = time.perf_counter(), engine.global_steps
             tokens_BT = next(batches).to(engine.device)
             loss = engine(tokens_BT[:, :-1], tokens_BT[:, 1:])
             engine.backward(loss)
@@ -163,7 +163,7 @@ def train(
             loss_now = loss.item()
             seconds += time.perf_counter() - started
             mean_loss = loss_now if math.isnan(mean_loss) else LOSS_SMOOTHING * mean_loss + (1 - LOSS_SMOOTHING) * loss_now
-            if engine.is_gradient_accumulation_boundary():
+            if engine.global_steps > step_before:  # with accumulation, not every micro-batch ends an optimizer step
                 tokens = (engine.global_steps - first_step) * engine.train_batch_size() * args.context
                 display.step(engine.global_steps, mean_loss, tokens / seconds)
                 if engine.global_steps % args.validate_every == 0 or engine.global_steps == args.until:
