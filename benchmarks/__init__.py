@@ -1,0 +1,1 @@
+"""Named benchmarks whose figures the documentation may quote; start them with `python benchmarks/run.py`."""
