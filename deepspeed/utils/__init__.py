@@ -11,6 +11,18 @@ _NAMES = {
     "log_dist": "deepspeed.common.logging:log_dist",
     "log_dist_once": "deepspeed.common.logging:log_dist_once",
     "logger": "deepspeed.common.logging:logger",
+    **{
+        name: f"deepspeed.zero.access:{name}"
+        for name in (
+            "safe_get_full_fp32_param",
+            "safe_get_full_grad",
+            "safe_get_full_optimizer_state",
+            "safe_set_full_fp32_param",
+            "safe_set_full_grad",
+            "safe_set_full_optimizer_state",
+            "safe_update_full_grad_vectorized",
+        )
+    },
     "set_log_level_from_string": "deepspeed.common.logging:set_log_level_from_string",
 }
 

@@ -6,6 +6,7 @@
     master      unscale, clip, update, write back: one walk over the full-precision values
     optimizer   one update from reduced gradients to new weights; what `initialize` returns
     state_io    optimizer state by parameter name
+    access      weight, gradient and state of one parameter, for clients
 
 Today the shard axis has one rank (stage 0); see docs/adr for why stage 0 has no path of its own. Import the module that you
 need; this door loads none of them.
@@ -13,4 +14,4 @@ need; this door loads none of them.
 
 from __future__ import annotations
 
-__all__ = ["flat", "master", "norm", "optimizer", "reducer", "row_sparse", "state_io"]
+__all__ = ["access", "flat", "master", "norm", "optimizer", "reducer", "row_sparse", "state_io"]

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from deepspeed.sharding import FlatLayout, Slot
+from deepspeed.sharding import FlatLayout
 
 if TYPE_CHECKING:
     from deepspeed.comm.algorithms import FlatAllReducer
@@ -33,8 +33,8 @@ _OWNER = "_ds_owner"  # the one back-reference on a user's parameter: its Place
 class Place:
     """Where a parameter lives, without keeping anything alive; a copy or a pickle of the parameter lives nowhere."""
 
-    def __init__(self, group: FlatGroup, slot: Slot, param: nn.Parameter) -> None:
-        self.slot = slot
+    def __init__(self, group: FlatGroup, position: int, param: nn.Parameter) -> None:
+        self.position = position
         self._group = weakref.ref(group)
         self._param = weakref.ref(param)
 
@@ -64,7 +64,8 @@ class FlatGroup:
     Constructing it re-points `param.data` of every member at the buffer and frees the old storage, one by one.
     `is_row_sparse` groups hold embedding tables of which one micro-batch touches few rows: their gradients are reduced
     row by row (`zero.row_sparse`), never as whole buckets.
-    `on_replaced` runs when another engine takes one of the parameters over.
+    `on_replaced` runs when another engine takes one of the parameters over; `optimizer` gives the
+    `zero.optimizer.ZeroOptimizer` that steps the group, while there is one.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class FlatGroup:
         self.group_index = group_index
         self.is_row_sparse = is_row_sparse
         self.on_replaced: Callable[[], None] = self.release
+        self.optimizer: Callable[[], object | None] = lambda: None
         alignment = _ALIGNMENT_BYTES // min(param_dtype.itemsize, master_dtype.itemsize)
         self.layout = FlatLayout.plan(
             [m.param.numel() for m in members], bucket_numel=bucket_numel, alignment=alignment, world_size=world_size
@@ -96,7 +98,7 @@ class FlatGroup:
 
     def _adopt_values(self) -> None:
         with torch.no_grad():
-            for slot in self.layout.slots:
+            for position, slot in enumerate(self.layout.slots):
                 param = self.members[slot.index].param
                 release_owner(param)
                 self.master_F[slot.start : slot.stop].copy_(param.detach().reshape(-1))
@@ -105,7 +107,7 @@ class FlatGroup:
                     place.copy_(self.master_F[slot.start : slot.stop])
                 param.grad = None
                 param.data = place.view(param.shape)
-                setattr(param, _OWNER, Place(self, slot, param))
+                setattr(param, _OWNER, Place(self, position, param))
 
     def attach_gradients(self, reducer: FlatAllReducer) -> None:
         """Use `reducer.buffer` as the gradient buffer (once, before the first backward)."""
@@ -196,11 +198,11 @@ def release_owner(param: nn.Parameter) -> None:
         owner.on_replaced()
 
 
-def place_of(param: nn.Parameter) -> tuple[FlatGroup, Slot] | None:
-    """The flat group that `param` lives in and its place there; None for a parameter that no engine trains."""
+def place_of(param: nn.Parameter) -> tuple[FlatGroup, int] | None:
+    """The flat group that `param` lives in and the position of its slot there; None when no engine trains it."""
     place: Place | None = getattr(param, _OWNER, None)
     group = place.group_of(param) if place is not None else None
-    return None if place is None or group is None else (group, place.slot)
+    return None if place is None or group is None else (group, place.position)
 
 
 def owner_of(param: nn.Parameter) -> FlatGroup | None:

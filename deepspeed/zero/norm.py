@@ -28,7 +28,8 @@ def sum_of_squares(flats: Sequence[Tensor]) -> Tensor:
 
 
 def _rows(flat: Tensor) -> Iterator[Tensor]:
-    """`flat` in pieces of shape (rows, elements) and at least fp32."""
+    """`flat` in pieces of shape (rows, elements) and at least fp32; a complex number counts as its two parts."""
+    flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
     is_16_bit = flat.dtype not in (torch.float32, torch.float64)
     for block in torch.split(flat, _BLOCK_NUMEL) if is_16_bit else (flat,):
         values = block.float() if is_16_bit else block

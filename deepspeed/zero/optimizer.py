@@ -11,6 +11,7 @@ and change rates; but the engine alone may step it.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -45,6 +46,8 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
         clip: largest global norm, 0 for none.
         gradient_multiplier: 1, or the number of data-parallel ranks where gradients are summed instead of averaged.
         skips_nonfinite: skip an update whose norm is infinite or NaN; off only where the config says so.
+        divisor: what the gradient accumulated so far is divided by; asked by who looks at it between backward and
+            step; None is 1.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
         clip: float = 0.0,
         gradient_multiplier: float = 1.0,
         skips_nonfinite: bool = True,
+        divisor: Callable[[], int] | None = None,
     ) -> None:
         # Optimizer.__init__ is not called: every attribute it would make is the wrapped optimizer's (see __getattr__).
         self.optimizer = master.optimizer
@@ -65,6 +69,7 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
         self.clip = clip
         self.gradient_multiplier = gradient_multiplier
         self.skips_nonfinite = skips_nonfinite
+        self.divisor = divisor or (lambda: 1)
         self.overflow = False
         self.global_norm: float | None = None
         self._opt_called = True  # torch's schedulers ask whether step() was called; the engine's update does not call it
@@ -72,6 +77,12 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
         self._client_attributes = {name: vars(self.optimizer).get(name) for name in _REDIRECTED}
         for name in _REDIRECTED:
             setattr(self.optimizer, name, getattr(self, name))
+        for flat in master.flats:
+            flat.optimizer = weakref.ref(self)
+
+    def gradient_factor(self, divisor: int) -> float:
+        """What turns the gradient buffers into the gradient of the mean loss, before clipping."""
+        return self.gradient_multiplier / (divisor * self.loss_scaler.scale)
 
     def update(self, divisor: int, step_number: int) -> bool:
         """Make one update, or skip it. Collective over the data-parallel ranks.
@@ -87,7 +98,7 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
             NonFiniteError: values stay non-finite although the loss scale is at its floor; on all ranks together.
         """
         self.reducer.ensure_reduced()
-        base = self.gradient_multiplier / (divisor * self.loss_scaler.scale)
+        base = self.gradient_factor(divisor)
         squares = sum_of_squares([flat.gradients_F for flat in self.master.flats])
         self.global_norm = math.sqrt(squares.item()) * base if squares.item() >= 0 else math.nan
         self.overflow = self.skips_nonfinite and not math.isfinite(self.global_norm)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from deepspeed.errors import CheckpointError
-from deepspeed.sharding import even_range
-from deepspeed.zero.flat import NamedParameter
+from deepspeed.sharding import Slot, even_range
+from deepspeed.zero.flat import FlatGroup, NamedParameter
 from deepspeed.zero.master import MasterWeights, Slice
 
 Scalars = dict[str, dict[str, Any]]
@@ -46,6 +46,17 @@ def state_pieces(master: MasterWeights, parts: int = 1, part: int = 0) -> Iterat
                 for f in s.flat.layout.fragments(max(low, s.start), min(high, s.stop)):
                     begin = f.buffer_start - s.start
                     yield StatePiece(s.flat.members[f.index], key, f.param_start, flat[begin : begin + f.numel])
+
+
+def state_of(master: MasterWeights, flat: FlatGroup, slot: Slot, key: str) -> list[Tensor]:
+    """State `key` of the parameter at `slot` of `flat`, as 1-D views in order; empty when there is no such tensor (yet)."""
+    views = []
+    for s in master.slices:
+        low, high = max(slot.start, s.start), min(slot.stop, s.stop)
+        value = master.optimizer.state.get(s.param, {}).get(key) if s.flat is flat and low < high else None
+        if value is not None and _is_sliced(key, value, s):
+            views.append(value.detach().view(-1)[low - s.start : high - s.start])
+    return views
 
 
 def state_scalars(master: MasterWeights) -> Scalars:

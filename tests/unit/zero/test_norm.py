@@ -33,3 +33,8 @@ def test_one_bad_value_anywhere_shows(bad: float) -> None:
 def test_nothing_has_norm_zero() -> None:
     assert sum_of_squares([]).item() == 0.0
     assert sum_of_squares([torch.zeros(0)]).item() == 0.0
+
+
+def test_a_complex_number_counts_as_its_two_parts() -> None:
+    flat = torch.randn(2000, dtype=torch.complex64)
+    assert sum_of_squares([flat]).item() == pytest.approx(flat.abs().double().square().sum().item(), rel=1e-6)
