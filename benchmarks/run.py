@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -134,6 +135,7 @@ def main() -> None:
     cases, notes = plan(options)
     for note in notes:
         _say(note)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the ranks are ended on the way out
     interpreters = Interpreters(options.work.absolute(), os.path.abspath(options.peer) if options.peer else None)
     began, before = time.time(), machine_facts()
     if not options.cold and any(ORIGINAL in case.contenders for case in cases):

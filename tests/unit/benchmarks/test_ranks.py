@@ -1,0 +1,70 @@
+"""Fresh processes: what a worker says comes back, whatever happens to it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.harness.cases import ORIGINAL, OURS, Case
+from benchmarks.harness.ranks import Interpreters, run_case
+
+
+def case(benchmark: str = "import_time") -> Case:
+    return Case("t", benchmark, (OURS,), ("import_cpu_s",), of=OURS)
+
+
+def test_a_run_brings_back_figures_and_what_was_measured(tmp_path: Path) -> None:
+    run = run_case(case(), OURS, 0, Interpreters(tmp_path))
+    assert run.error is None
+    assert run.measured is not None
+    assert run.measured.figures["import_cpu_s"] < run.measured.figures["torch_cpu_s"]
+    assert set(run.versions) == {"python", "torch", "deepspeed"}
+
+
+def test_a_failure_is_a_result_without_paths_of_the_machine(tmp_path: Path) -> None:
+    run = run_case(case("nothing_of_that_name"), OURS, 0, Interpreters(tmp_path))
+    assert run.measured is None
+    assert run.error == "ModuleNotFoundError: No module named 'benchmarks.nothing_of_that_name'"
+
+
+def test_an_interpreter_that_cannot_start_the_worker_is_reported_with_its_last_line(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho first; echo /some/where/said why >&2; exit 3\n")
+    python.chmod(0o755)
+    run = run_case(case(), ORIGINAL, 0, Interpreters(tmp_path, str(python)))
+    assert run.error is not None
+    assert run.error.endswith("said why")
+    assert "/some/where" not in run.error
+
+
+def test_the_tree_does_not_pass_for_the_original(tmp_path: Path) -> None:
+    run = run_case(case(), ORIGINAL, 0, Interpreters(tmp_path, sys.executable))
+    assert run.error is not None
+    assert "of this tree; needed the original package" in run.error
+
+
+def test_a_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    run = run_case(case(), OURS, 0, Interpreters(tmp_path), timeout_seconds=0)
+    assert run.error is not None
+    assert run.error.startswith("not done in time")
+
+
+def test_nothing_is_left_in_the_work_folder(tmp_path: Path) -> None:
+    run_case(case("nothing_of_that_name"), OURS, 0, Interpreters(tmp_path / "work"))
+    assert list((tmp_path / "work").iterdir()) == []
+
+
+def test_a_lock_that_a_stopped_build_left_is_removed(tmp_path: Path) -> None:
+    lock = tmp_path / "compiled-by-original" / "some_op" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    kept = Interpreters(tmp_path, "python").compiled(ORIGINAL, tmp_path / "scratch", is_cold=False)
+    assert kept == tmp_path / "compiled-by-original"
+    assert not lock.exists()
+
+
+def test_the_original_needs_an_interpreter(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="give --peer"):
+        Interpreters(tmp_path).python(ORIGINAL)
