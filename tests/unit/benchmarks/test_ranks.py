@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness.cases import ORIGINAL, OURS, Case
-from benchmarks.harness.ranks import Interpreters, run_case
+from benchmarks.harness.ranks import Interpreters, remove_segments, run_case
 
 
 def case(benchmark: str = "import_time") -> Case:
@@ -63,6 +63,13 @@ def test_a_lock_that_a_stopped_build_left_is_removed(tmp_path: Path) -> None:
     kept = Interpreters(tmp_path, "python").compiled(ORIGINAL, tmp_path / "scratch", is_cold=False)
     assert kept == tmp_path / "compiled-by-original"
     assert not lock.exists()
+
+
+def test_the_shared_memory_that_the_original_leaves_is_removed_and_no_other(tmp_path: Path) -> None:
+    for port in (4001, 4002):
+        (tmp_path / f"deepspeed_buffer_0_127.0.0.1_{port}_1").touch()
+    remove_segments(4001, tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["deepspeed_buffer_0_127.0.0.1_4002_1"]
 
 
 def test_the_original_needs_an_interpreter(tmp_path: Path) -> None:
