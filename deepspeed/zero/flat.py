@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from deepspeed.sharding import FlatLayout
+from deepspeed.errors import UsageError
+from deepspeed.sharding import FlatLayout, Slot
 
 if TYPE_CHECKING:
     from deepspeed.comm.algorithms import FlatAllReducer
@@ -93,6 +94,9 @@ class FlatGroup:
         is_same = param_dtype == master_dtype
         self.master_F = self.parameters_F if is_same else torch.zeros(self.layout.numel, dtype=master_dtype, device=device)
         self._adopt_values()
+        self._params = [self.members[slot.index].param for slot in self.layout.slots]  # in slot order: three loops per step
+        self._addresses = [param.data_ptr() for param in self._params]
+        self._versions = [param._version for param in self._params]
         self._reducer: FlatAllReducer | None = None
         self._views: list[Tensor] = []
 
@@ -109,13 +113,57 @@ class FlatGroup:
                 param.data = place.view(param.shape)
                 setattr(param, _OWNER, Place(self, position, param))
 
+    def adopt_edits(self) -> None:
+        """Take over what the caller did to parameters since the last update, so that the coming one builds on it.
+
+        Values written into a 16-bit parameter (`load_state_dict`, `torch.nn.init`, `copy_`) go into the master, where they
+        differ from it. A parameter that was given other storage (`param.data = ...`) is moved back into the buffer. Writing
+        through `param.data` into the same storage cannot be noticed: use `deepspeed.utils.safe_set_full_fp32_param`.
+
+        Raises:
+            UsageError: the other storage has another dtype, device or shape.
+        """
+        noted = zip(self._params, self._addresses, self._versions, strict=True)
+        for position, (param, address, version) in enumerate(noted):
+            if param.data_ptr() != address:
+                self._move_back(self.layout.slots[position])
+            elif param._version == version:
+                continue
+            self._versions[position] = param._version
+            self._adopt_rounded(self.layout.slots[position])
+
+    def _move_back(self, slot: Slot) -> None:
+        self._refuse_converted(slot)
+        param = self.members[slot.index].param
+        place = self.parameters_F[slot.start : slot.stop].view(param.shape)
+        place.copy_(param.detach())
+        param.data = place
+
+    def _refuse_converted(self, slot: Slot) -> None:
+        member, place = self.members[slot.index], self.parameters_F
+        got = (member.param.dtype, member.param.device, member.param.numel())
+        if got != (place.dtype, place.device, slot.numel):
+            raise UsageError(
+                f"parameter {member.name!r} became {got[2]} elements of {got[0]} on {got[1]} after initialize(), but its "
+                f"engine trains {slot.numel} elements of {place.dtype} on {place.device}. Convert the model before "
+                "initialize(), or call engine.destroy() first and initialize again."
+            )
+
+    def _adopt_rounded(self, slot: Slot) -> None:
+        if self.parameters_F is not self.master_F:
+            master, rounded = self.master_F[slot.start : slot.stop], self.parameters_F[slot.start : slot.stop]
+            is_edited = master.to(rounded.dtype) != rounded
+            master.copy_(torch.where(is_edited, rounded.to(master.dtype), master))
+
     def attach_gradients(self, reducer: FlatAllReducer) -> None:
         """Use `reducer.buffer` as the gradient buffer (once, before the first backward)."""
         self._reducer = reducer
-        buffer = reducer.buffer
-        self._views = [buffer[s.start : s.stop].view(self.members[s.index].param.shape) for s in self.layout.slots]
+        self._views = [self._view(slot) for slot in self.layout.slots]
         if self.accumulates_in_place:
             self.point_gradients()
+
+    def _view(self, slot: Slot) -> Tensor:
+        return self.gradients_F[slot.start : slot.stop].view(self.members[slot.index].param.shape)
 
     @property
     def reducer(self) -> FlatAllReducer:
@@ -141,16 +189,24 @@ class FlatGroup:
     def collect(self, first_slot: int = 0, last_slot: int | None = None) -> None:
         """Bring gradients that are not views into the buffer: `param.grad` is the truth wherever it is another tensor.
 
-        A caller that ran `model.zero_grad()` detached the views: None then means zero. With an accumulation dtype of its
-        own every gradient arrives as a separate tensor, is added, and is dropped.
+        A caller that ran `model.zero_grad()` detached the views: None then means zero; `model.to()` gives the views
+        themselves other storage. With an accumulation dtype of its own every gradient arrives as a separate tensor, is
+        added, and is dropped.
+
+        Raises:
+            UsageError: the parameter was converted to another dtype or device.
         """
-        members, in_place = self.members, self.accumulates_in_place
-        for slot, view in zip(self.layout.slots[first_slot:last_slot], self._views[first_slot:last_slot], strict=True):
-            param = members[slot.index].param
+        in_place, begin, itemsize = self.accumulates_in_place, self.gradients_F.data_ptr(), self.gradients_F.itemsize
+        last_slot = len(self._params) if last_slot is None else last_slot
+        for position in range(first_slot, last_slot):
+            param, view, slot = self._params[position], self._views[position], self.layout.slots[position]
             grad = param.grad
             if grad is view:
-                continue
+                if slot.numel == 0 or view.data_ptr() == begin + slot.start * itemsize:
+                    continue
+                view = self._views[position] = self._view(slot)
             if in_place:
+                self._refuse_converted(slot)
                 if grad is None:
                     view.zero_()
                 else:

@@ -98,6 +98,8 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
             NonFiniteError: values stay non-finite although the loss scale is at its floor; on all ranks together.
         """
         self.reducer.ensure_reduced()
+        for flat in self.master.flats:
+            flat.adopt_edits()
         base = self.gradient_factor(divisor)
         squares = sum_of_squares([flat.gradients_F for flat in self.master.flats])
         self.global_norm = math.sqrt(squares.item()) * base if squares.item() >= 0 else math.nan

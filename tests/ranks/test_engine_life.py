@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from deepspeed.errors import UsageError
-from tests.support.engines import config, make_engine, train
+from tests.support.engines import config, make_engine, masters, train
 from tests.support.models import Mlp, build, make_batches
 from tests.support.ranks import run_ranks
 from tests.support.reference import relative_difference, train_reference
@@ -137,7 +137,49 @@ def _torch_schedules_do_not_complain(rank: int, world_size: int) -> None:
         assert engine.get_lr() == pytest.approx([0.1 * 0.1**2])
 
 
+def _values_loaded_after_initialize_are_trained_on(rank: int, world_size: int) -> None:
+    """Under bf16 they reach the masters; values that were not touched keep their full precision."""
+    model = build(Mlp)
+    engine = make_engine(model, config(bf16={"enabled": True}), optimizer=sgd(model, rate=0.0))
+    before = masters(engine)
+    model.first.load_state_dict({name: torch.full_like(p, 0.3) for name, p in model.first.named_parameters()})
+    with torch.no_grad():
+        model.second.bias[0] = 7.0
+    engine.backward(engine(*(t.bfloat16() for t in model.batch(4, rank))))
+    engine.step()
+    after = masters(engine)
+    assert torch.equal(model.first.weight, torch.full_like(model.first.weight, 0.3))
+    assert torch.equal(after["first.weight"], model.first.weight.float())
+    assert torch.equal(after["second.weight"], before["second.weight"])
+    assert after["second.bias"][0] == model.second.bias[0] == 7.0
+    assert torch.equal(after["second.bias"][1:], before["second.bias"][1:])
+
+
+def _storage_replaced_after_initialize_is_trained(rank: int, world_size: int) -> None:
+    model = build(Mlp, dtype=torch.float64)
+    batches = make_batches(model, 3, 1, world_size)
+    wanted = train_reference(
+        build(Mlp, dtype=torch.float64), lambda params: torch.optim.SGD(params, lr=0.1), batches
+    ).weights
+    engine = make_engine(model, config(), optimizer=sgd(model))
+    for step in batches:
+        model._apply(torch.clone)  # as a round trip to another device does: parameters and gradients are other tensors
+        train(engine, [step], rank)
+    assert relative_difference(weights(model), wanted) <= 1e-12
+
+
+def _a_model_converted_after_initialize_is_refused(rank: int, world_size: int) -> None:
+    model = build(Mlp)
+    engine = make_engine(model, config(), optimizer=sgd(model))
+    engine.double()
+    with pytest.raises(UsageError, match=r"'(first|second)\.(weight|bias)' became .* torch.float64"):
+        train(engine, [[[tuple(t.double() for t in model.batch(4, rank))] * world_size]], rank)
+
+
 LIVES = [
+    _values_loaded_after_initialize_are_trained_on,
+    _storage_replaced_after_initialize_is_trained,
+    _a_model_converted_after_initialize_is_refused,
     _gradients_on_one_rank_only,
     _a_dropped_gradient_stays_dropped,
     _wrapping_again_leaves_the_newer_engine_alone,
