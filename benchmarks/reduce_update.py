@@ -23,7 +23,7 @@ CASES = tuple(
         side_pairs=1,
         loss_tolerance={"bf16": 1e-2, "fp32": 1e-4}[dtype],
         loss_exempt=frozenset({(ORIGINAL, "last")} if dtype == "bf16" else {}),  # as in train_step
-        arguments={"bare": True, "dtype": dtype, "warm": 3, "steps": 12},
+        arguments={"bare": True, "dtype": dtype, "warm": 2, "steps": 8},
     )
     for dtype in ("bf16", "fp32")
 )

@@ -39,7 +39,8 @@ from benchmarks.harness.report import as_json, case_lines, machine_facts  # noqa
 
 _MODULES = (import_time, initialize, train_step, reduce_update, overhead, memory, checkpoint, step_walk)
 _BF16_SLOWDOWN_LIMIT = 4.0  # hardware that multiplies bf16 is at 1 or below; emulation by torch's loops is far above
-_COMPILING_SECONDS = 1200
+_COMPILING_SECONDS = 1200.0
+_RUN_SECONDS = 600.0  # a bf16 step without bf16 instructions takes a minute
 
 
 def choose(only: Sequence[str]) -> list[Case]:
@@ -59,15 +60,19 @@ def with_contenders(case: Case, *, has_peer: bool, noise: bool = False) -> Case:
     return dataclasses.replace(case, contenders=tuple(names))
 
 
+def schedule(cases: Sequence[Case], pairs: int | None) -> list[tuple[int, Case, str]]:
+    """(pair, case, contender) in the order of running: pair after pair over all cases, so each case sees the whole time."""
+    last = max((case.pairs if pairs is None else pairs for case in cases), default=0)
+    return [(pair, case, name) for pair in range(last) for case in cases for name in case.contenders_in(pair, pairs)]
+
+
 def _run_all(cases: Sequence[Case], pairs: int | None, interpreters: Interpreters, *, is_cold: bool) -> Iterator[Run]:
-    """Pair after pair over all cases, so that the pairs of one case are spread over the whole time."""
-    for pair in range(max((case.pairs if pairs is None else pairs for case in cases), default=0)):
-        for case in cases:
-            for name in case.contenders_in(pair, pairs):
-                timeout_seconds = _COMPILING_SECONDS if is_cold else 300
-                run = run_case(case, name, pair, interpreters, timeout_seconds=timeout_seconds, is_cold=is_cold)
-                _say(f"{case.title}, pair {pair}, {name}: {_brief(case, run)} ({run.wall_seconds:.1f} s)")
-                yield run
+    planned = schedule(cases, pairs)
+    timeout_seconds = _COMPILING_SECONDS if is_cold else _RUN_SECONDS
+    for number, (pair, case, name) in enumerate(planned, start=1):
+        run = run_case(case, name, pair, interpreters, timeout_seconds=timeout_seconds, is_cold=is_cold)
+        _say(f"{number}/{len(planned)} {case.title}, pair {pair}, {name}: {_brief(case, run)} ({run.wall_seconds:.1f} s)")
+        yield run
 
 
 def _brief(case: Case, run: Run) -> str:

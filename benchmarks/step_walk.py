@@ -44,7 +44,7 @@ CASES = tuple(
 def measure(contender: str, arguments: Mapping[str, Any]) -> Measured:
     update = _update(contender, arguments)
     seconds = []
-    for _ in range(12):
+    for _ in range(10):
         began = time.perf_counter()
         update()
         seconds.append(time.perf_counter() - began)

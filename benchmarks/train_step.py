@@ -23,7 +23,7 @@ from benchmarks.harness.trainers import DDP, FLOOR, Training, join, make_trainer
 
 _AT_MOST = {"bf16": 0.90, "fp32": 0.95}
 _LOSS_TOLERANCE = {"bf16": 1e-2, "fp32": 1e-4}
-_STEPS = {1: {"warm": 2, "steps": 6}, 4: {"warm": 1, "steps": 3}}  # by accumulation
+_STEPS = {1: {"warm": 1, "steps": 6}, 4: {"warm": 1, "steps": 2}}  # by accumulation
 
 CASES = tuple(
     Case(

@@ -4,7 +4,7 @@
 |---|---|
 | ours, original | `deepspeed.initialize` at ZeRO stage 0, in the one package or the other; only public calls |
 | ddp | DistributedDataParallel, gradients as bucket views, `no_sync` between boundaries, fused AdamW, autocast for bf16 |
-| plain | the same loop without any wrapper, one rank; in bf16 the model itself is bf16, so that no cast is in the way |
+| plain | the loop of ddp without the wrapper, for one rank |
 | forward+backward | the least that any contender does: no reduction, no update; in bf16 the model itself is bf16 |
 
 All use AdamW with lr 1e-3 and weight decay 0.01.
@@ -17,6 +17,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -52,6 +53,10 @@ class Training:
         """Whether arithmetic is in bfloat16."""
         return self.dtype == "bf16"
 
+    def cast(self, batch: Tensor) -> Tensor:
+        """Give floating-point inputs the dtype of the model; tokens stay."""
+        return batch.bfloat16() if self.is_bf16 and batch.is_floating_point() else batch
+
 
 def rank() -> int:
     """This process's rank."""
@@ -74,16 +79,14 @@ def make_trainer(contender: str, model: nn.Module, training: Training, mark: Cal
         return _engine(model, training, mark)
     if contender == FLOOR:
         return _forward_backward(model, training)
-    return _ddp(model, training, mark) if contender == DDP else _plain(model, training, mark)
+    return _ddp(model, training, mark) if contender == DDP else _loop(model, training, mark)
 
 
 def _engine(model: nn.Module, training: Training, mark: Callable[[], None]) -> MicroStep:
     engine = make_engine(model, training)
 
     def micro_step(batch: Tensor, is_boundary: bool) -> Tensor:
-        if training.is_bf16 and batch.is_floating_point():
-            batch = batch.bfloat16()
-        loss: Tensor = engine(batch)
+        loss: Tensor = engine(training.cast(batch))
         engine.backward(loss)
         mark()
         engine.step()
@@ -112,14 +115,18 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
 
 
-def _ddp(model: nn.Module, training: Training, mark: Callable[[], None]) -> MicroStep:
-    replica = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = adamw(replica)
+def _loop(
+    model: nn.Module,
+    training: Training,
+    mark: Callable[[], None],
+    no_sync: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+) -> MicroStep:
+    optimizer = adamw(model)
 
     def micro_step(batch: Tensor, is_boundary: bool) -> Tensor:
-        with contextlib.nullcontext() if is_boundary else replica.no_sync():
+        with contextlib.nullcontext() if is_boundary else no_sync():
             with torch.autocast("cpu", torch.bfloat16, enabled=training.is_bf16):
-                loss: Tensor = replica(batch)
+                loss: Tensor = model(batch)
             (loss / training.accumulation).backward()
         mark()
         if is_boundary:
@@ -130,21 +137,9 @@ def _ddp(model: nn.Module, training: Training, mark: Callable[[], None]) -> Micr
     return micro_step
 
 
-def _plain(model: nn.Module, training: Training, mark: Callable[[], None]) -> MicroStep:
-    if training.is_bf16:
-        model.bfloat16()
-    optimizer = adamw(model)
-
-    def micro_step(batch: Tensor, is_boundary: bool) -> Tensor:
-        loss: Tensor = model(batch.bfloat16() if training.is_bf16 and batch.is_floating_point() else batch)
-        (loss / training.accumulation).backward()
-        mark()
-        if is_boundary:
-            optimizer.step()
-            optimizer.zero_grad()
-        return loss
-
-    return micro_step
+def _ddp(model: nn.Module, training: Training, mark: Callable[[], None]) -> MicroStep:
+    replica = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return _loop(replica, training, mark, replica.no_sync)
 
 
 def _forward_backward(model: nn.Module, training: Training) -> MicroStep:
@@ -152,7 +147,7 @@ def _forward_backward(model: nn.Module, training: Training) -> MicroStep:
         model.bfloat16()
 
     def micro_step(batch: Tensor, is_boundary: bool) -> Tensor:
-        loss: Tensor = model(batch)
+        loss: Tensor = model(training.cast(batch))
         loss.backward()
         if is_boundary:
             model.zero_grad()

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.harness.cases import AGAIN, ORIGINAL, OURS, Measured, Run
 from benchmarks.harness.report import as_json, case_lines
-from benchmarks.run import choose, plan, with_contenders
+from benchmarks.run import choose, plan, schedule, with_contenders
 
 
 def options(**changes: object) -> argparse.Namespace:
@@ -54,6 +54,22 @@ def test_without_an_interpreter_the_original_is_left_out_and_that_is_said() -> N
 def test_noise_runs_ours_twice_in_a_pair() -> None:
     case = with_contenders(choose(["import"])[0], has_peer=True, noise=True)
     assert list(case.contenders_in(0)) == [OURS, AGAIN, ORIGINAL]
+
+
+def test_runs_of_one_pair_follow_each_other_and_pairs_go_over_all_cases() -> None:
+    planned = [(pair, case.title, name) for pair, case, name in schedule(choose(["overhead fp32", "import"]), 2)]
+    assert planned == [
+        (0, "import", OURS),
+        (0, "import", ORIGINAL),
+        (0, "overhead fp32", OURS),
+        (0, "overhead fp32", "plain"),
+        (0, "overhead fp32", ORIGINAL),
+        (1, "import", ORIGINAL),
+        (1, "import", OURS),
+        (1, "overhead fp32", ORIGINAL),
+        (1, "overhead fp32", "plain"),
+        (1, "overhead fp32", OURS),
+    ]
 
 
 def _runs(ours: float, original: float) -> list[Run]:
