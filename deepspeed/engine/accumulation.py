@@ -8,6 +8,9 @@ Three modes, checked in this order:
   unmanaged  `managed_gradient_accumulation: false`: every `step()` is a boundary, no backward knows whether it is one;
   counted    every `steps`-th micro-batch.
 
+Windows are counted from an origin: it moves when the number of steps changes, or when a checkpoint of another rhythm is
+loaded, so that the next window is whole.
+
 The sum over a window is divided by `divisor` once, where the update is made. A backward with `scale_wrt_gas=False` says that
 its loss is divided already. All backward calls of a window usually agree; where they do not, the later ones carry the
 difference on their loss.
@@ -19,14 +22,39 @@ from deepspeed.errors import UsageError
 
 
 class Accumulation:
-    """Micro-step counter of one engine. All counters are plain ints that a client may write."""
+    """Micro-step counter of one engine."""
 
     def __init__(self, steps: int, *, is_managed: bool = True) -> None:
         self.steps = steps
         self.is_managed = is_managed
-        self.micro_steps = 0
+        self._micro_steps = 0
+        self._origin = 0
         self._set: bool | None = None
         self._window_divisor: int | None = None
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches so far. A client may write it; windows are then counted from 0, as `micro_steps % steps` says."""
+        return self._micro_steps
+
+    @micro_steps.setter
+    def micro_steps(self, value: int) -> None:
+        self._micro_steps, self._origin = value, 0
+
+    def advance(self) -> None:
+        """One micro-batch more."""
+        self._micro_steps += 1
+
+    def change_steps(self, steps: int) -> None:
+        """Change the length of windows; micro-batches of the window that is open count towards the new length."""
+        done = (self._micro_steps - self._origin) % self.steps
+        self._origin = self._micro_steps - min(done, steps - 1)
+        self.steps = steps
+
+    def restart(self, micro_steps: int) -> None:
+        """Go on from a checkpoint: `micro_steps` so far, and a whole window comes next."""
+        self._micro_steps = self._origin = micro_steps
+        self.close_window()
 
     def set_boundary(self, is_boundary: bool) -> None:
         """Take the caller's word for every micro-batch from now on.
@@ -46,7 +74,7 @@ class Accumulation:
         """Whether `step()` called now updates the weights."""
         if self._set is not None:
             return self._set
-        return not self.is_managed or (self.micro_steps + 1) % self.steps == 0
+        return not self.is_managed or (self._micro_steps - self._origin + 1) % self.steps == 0
 
     @property
     def is_backward_boundary(self) -> bool:

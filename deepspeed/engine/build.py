@@ -38,9 +38,9 @@ from deepspeed.monitor import MonitorMaster
 from deepspeed.optim import build_optimizer, build_scheduler, client_optimizer, client_scheduler, is_elementwise
 from deepspeed.optim.build import LRSchedule
 from deepspeed.precision.loss_scaler import LossScaler, NullScaler, build_loss_scaler
-from deepspeed.precision.policy import DtypePolicy, cast_module
+from deepspeed.precision.policy import DtypePolicy, cast_module, keep_batch_norm_exact
 from deepspeed.topology.mesh import AxisGroup, ParallelMesh
-from deepspeed.zero.flat import FlatGroup, NamedParameter
+from deepspeed.zero.flat import FlatGroup, NamedParameter, owner_of
 from deepspeed.zero.master import MasterWeights
 from deepspeed.zero.optimizer import ZeroOptimizer
 from deepspeed.zero.reducer import GradientReducer
@@ -75,6 +75,8 @@ def build_engine(request: EngineRequest) -> DeepSpeedEngine:
     batch = BatchSizes(config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps)
     accumulation = Accumulation(batch.accumulation, is_managed=config.managed_gradient_accumulation)
     guard = LossGuard(scaler)
+    keep_batch_norm_exact(module)
+    _refuse_foreign_cast(module, policy)
     basic = _basic_optimizer(request)
     trained = _train_parts(request, basic, policy, scaler, accumulation, guard) if basic is not None else None
     cast_module(module, policy)
@@ -109,6 +111,7 @@ def build_engine(request: EngineRequest) -> DeepSpeedEngine:
         input_dtype=torch.float16 if config.fp16.enabled and config.fp16.auto_cast else None,
         autocast_dtype=policy.autocast,
         unmanaged=_unmanaged(module, trained),
+        frozen={name: p for name, p in module.named_parameters() if trained is not None and not p.requires_grad},
     )
     engine = DeepSpeedEngine(parts)
     if config.dump_state:
@@ -125,6 +128,16 @@ def _refuse_unbuilt(mesh: ParallelMesh) -> None:
             raise UnbuiltFeatureError(
                 f"the mpu given to initialize() has a {axis}-parallel size of {mesh.axis(axis).size}, which is not "
                 "built yet. Use data parallelism only (no mpu), or wait for the version that has it."
+            )
+
+
+def _refuse_foreign_cast(module: nn.Module, policy: DtypePolicy) -> None:
+    """An engine without optimizer may share a model with one that trains it, but not in another dtype."""
+    for name, param in module.named_parameters():
+        if owner_of(param) is not None and policy.param_for(param) != param.dtype:
+            raise ArgumentError(
+                f"{name!r} is {param.dtype} and belongs to an engine; this config would make it {policy.param_for(param)}. "
+                "Call destroy() on that engine first, give this one a copy of the model, or use the same precision."
             )
 
 
@@ -206,6 +219,7 @@ def _train_parts(
         master,
         reducer,
         scaler,
+        divisor=lambda: accumulation.divisor,
         clip=config.gradient_clipping,
         gradient_multiplier=float(axis.size) if config.gradient_allreduce_op == "sum" else 1.0,
         skips_nonfinite=config.bf16.check_grad_overflow if config.bf16.enabled else True,
@@ -225,7 +239,8 @@ def _flat_groups(request: EngineRequest, basic: Optimizer, policy: DtypePolicy) 
             if member is None:
                 raise ArgumentError(
                     f"the optimizer's group {index} holds a parameter of shape {tuple(param.shape)} that is not in the "
-                    "model. Build the optimizer from the parameters of the same model object."
+                    "model. Build the optimizer from the parameters of the same model object, after destroy() of any "
+                    "engine that had it."
                 )
             dtype = policy.param_for(param)
             by_kind.setdefault((dtype, policy.master_for(param), id(param) in sparse), []).append(member)

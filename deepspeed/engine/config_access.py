@@ -1,7 +1,7 @@
 """The documented question methods of the engine: `engine.gradient_clipping()`, `engine.zero_optimization_stage()`, ...
 
-One table maps each name to a path in the config; the methods are made from it. Batch sizes are not here: they can change
-while training, so the engine answers for them itself.
+One table maps each name to a path in the config (`zero_<key>` for every key of `zero_optimization`); the methods are made
+from it. Batch sizes are not here: they can change while training, so the engine answers for them itself.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+from deepspeed.config.zero import ZeroConfig
 
 if TYPE_CHECKING:
     from deepspeed.config import DeepSpeedConfig
@@ -38,17 +40,7 @@ _PATHS: dict[str, str] = {
     "zero_optimization_stage": "zero_optimization.stage",
     "zero_allow_untested_optimizer": "zero_allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer": "zero_force_ds_cpu_optimizer",
-    "zero_reduce_scatter": "zero_optimization.reduce_scatter",
-    "zero_overlap_comm": "zero_optimization.overlap_comm",
-    "zero_offload_optimizer": "zero_optimization.offload_optimizer",
-    "zero_offload_param": "zero_optimization.offload_param",
-    "zero_sub_group_size": "zero_optimization.sub_group_size",
-    "zero_reduce_bucket_size": "zero_optimization.reduce_bucket_size",
-    "zero_allgather_bucket_size": "zero_optimization.allgather_bucket_size",
-    "zero_contiguous_gradients": "zero_optimization.contiguous_gradients",
-    "zero_load_from_fp32_weights": "zero_optimization.load_from_fp32_weights",
-    "zero_ignore_unused_parameters": "zero_optimization.ignore_unused_parameters",
-    "zero_round_robin_gradients": "zero_optimization.round_robin_gradients",
+    **{f"zero_{key.removeprefix('zero_')}": f"zero_optimization.{key}" for key in ZeroConfig.model_fields},
     "aio_config": "aio",
     "tensor_parallel_config": "tensor_parallel",
     "checkpoint_serialization_enabled": "checkpoint.checkpoint_serialization",
@@ -83,13 +75,25 @@ _DERIVED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "zero_optimization": ("zero_optimization.stage", lambda stage: stage > 0),
     "zero_optimization_partition_gradients": ("zero_optimization.stage", lambda stage: stage >= 2),
     "zero_optimization_partition_weights": ("zero_optimization.stage", lambda stage: stage >= 3),
-    "zero_gather_16bit_weights_on_model_save": ("zero_optimization.gather_16bit_weights_on_model_save", bool),
+    "zero_cpu_offload": ("zero_optimization.offload_optimizer", lambda block: _device(block) == "cpu"),
+    "zero_use_cpu_optimizer": ("zero_optimization.offload_optimizer", lambda block: _device(block) != "none"),
+    "zero_nvme_offload_optimizer": ("zero_optimization.offload_optimizer", lambda block: _device(block) == "nvme"),
+    "zero_partial_offload": ("zero_optimization.offload_optimizer", lambda block: 1.0 if block is None else block.ratio),
+    "get_data_types": ("data_types", lambda block: (block.param_dtype, block.grad_accum_dtype)),
+    "is_deepcompile_enabled": ("compile.deepcompile", bool),
+    "super_offload": ("zero_optimization.offload_optimizer", lambda block: block is not None and block.super_offload),
+    "zenflow_config": ("zero_optimization.zenflow", lambda block: block),
     "checkpoint_tag_validation_enabled": ("checkpoint.tag_validation", lambda mode: mode.lower() != "ignore"),
     "checkpoint_tag_validation_fail": ("checkpoint.tag_validation", lambda mode: mode.lower() == "fail"),
     "random_ltd_enabled": ("data_efficiency.enabled", lambda _: False),  # the feature arrives with the data issue
     "curriculum_learning_enabled": ("data_efficiency.enabled", lambda _: False),
     "autotp_size": ("tensor_parallel.autotp_size", int),
 }
+
+
+def _device(block: Any) -> str:
+    """Where an offload block puts things; "none" without a block."""
+    return "none" if block is None else str(block.device)
 
 
 def _method(name: str, path: str, convert: Callable[[Any], Any] | None) -> Callable[[Any], Any]:

@@ -25,7 +25,7 @@ from deepspeed.engine.members import CompatibleMembers
 from deepspeed.engine.parts import EngineParts
 from deepspeed.engine.report import BACKWARD, BACKWARD_ALLREDUCE, BACKWARD_INNER, FORWARD, STEP, StepSummary
 from deepspeed.engine.save_load import CheckpointMembers
-from deepspeed.errors import ArgumentError, UnbuiltFeatureError
+from deepspeed.errors import ArgumentError, UnbuiltFeatureError, UsageError
 
 _GC_EVERY_STEPS = 100
 _NO_OPTIMIZER = "on an engine without an optimizer. Give initialize() an optimizer to train."
@@ -159,13 +159,14 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, CheckpointMembers, nn.Mod
             parts.report.timers(STEP).start()
             parts.report.mark("before step")
             self._update(lr_kwargs or {})
-        parts.accumulation.micro_steps += 1
+        parts.accumulation.advance()
         parts.report.throughput.stop(global_step=is_boundary)
 
     def _update(self, lr_kwargs: dict[str, Any]) -> None:
         parts = self._parts
         assert self.optimizer is not None  # step() asked
-        self._was_step_applied = self.optimizer.update(parts.accumulation.divisor, self.global_steps + 1)
+        self._refuse_changed_freezing()
+        self._was_step_applied = self.optimizer.update(self.global_steps + 1)
         if not self._was_step_applied:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
@@ -181,6 +182,18 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, CheckpointMembers, nn.Mod
         self._report()
         if self._config.disable_python_gc and self.global_steps % _GC_EVERY_STEPS == 0:
             self.collect_python_gc()
+
+    def _refuse_changed_freezing(self) -> None:
+        """Which parameters train is settled at the start: their masters and buffers were made then."""
+        assert self.optimizer is not None  # step() asked
+        thawed = [name for name, param in self._parts.frozen.items() if param.requires_grad]
+        flats = self.optimizer.master.flats
+        frozen = [member.name for flat in flats for member in flat.members if not member.param.requires_grad]
+        if thawed or frozen:
+            raise UsageError(
+                f"requires_grad was changed after initialize(): now trains {thawed[:3]}, now is frozen {frozen[:3]}. Call "
+                "engine.destroy() and initialize() again with the new set; a checkpoint carries the state over."
+            )
 
     def _report(self) -> None:
         report = self._parts.report

@@ -43,7 +43,8 @@ class LossGuard:
         if not self._is_open:
             raise UsageError(
                 f"loss.backward() was called on a loss without the loss scale ({self.scaler.scale:g}) that fp16 needs. "
-                "Call engine.backward(loss), or engine.scale(loss).backward()."
+                "Call engine.backward(loss), or engine.scale(loss).backward(). (One loss through several "
+                "fp16 engines would need one scale for all: use bf16 there.)"
             )
 
     def reset(self) -> None:

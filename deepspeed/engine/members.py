@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from deepspeed.comm.world import get_local_rank
 from deepspeed.config.batch import BatchSizes
 from deepspeed.engine.loader import build_loader
-from deepspeed.errors import ArgumentError, ConfigError
+from deepspeed.errors import ArgumentError, ConfigError, UnbuiltFeatureError
 
 if TYPE_CHECKING:
     from deepspeed.common.timing import NullTimers, ThroughputTimer, Timers
@@ -230,7 +230,7 @@ class CompatibleMembers:
 
     def _set_batch(self, batch: BatchSizes) -> None:
         self._parts.batch = batch
-        self._parts.accumulation.steps = batch.accumulation
+        self._parts.accumulation.change_steps(batch.accumulation)
         self._parts.report.throughput.batch_size = batch.train
 
     # -- data ---------------------------------------------------------------------------------------------------------
@@ -270,11 +270,24 @@ class CompatibleMembers:
             raise ConfigError("set_data_post_process_func() needs a loader. Give initialize() training_data.")
         loader.post_process_func = post_process
 
+    def offload_states(self, *_: Any, **__: Any) -> None:
+        """Move optimizer state to the host between steps.
+
+        Raises:
+            UnbuiltFeatureError: always, for now.
+        """
+        raise UnbuiltFeatureError("engine.offload_states() is not built yet. Leave the call out.")
+
+    def reload_states(self, *_: Any, **__: Any) -> None:
+        """Bring back what `offload_states` moved: there is nothing yet that it could have moved."""
+
     # -- nothing to do without sharding -------------------------------------------------------------------------------
 
     def empty_partition_cache(self) -> None:
         """Release gathered parameters: there are none below ZeRO stage 3."""
 
     has_moe_layers = False
+    random_ltd_scheduler = None
+    flops_profiler = None
     num_experts: tuple[int, ...] = ()
     loaded_checkpoint_dp_world_size: int | None = None

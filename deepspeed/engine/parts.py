@@ -49,6 +49,9 @@ class EngineParts:
     unmanaged: tuple[nn.Parameter, ...] = ()
     """Trainable parameters outside the optimizer: their gradients are dropped at each step."""
 
+    frozen: dict[str, nn.Parameter] = dataclasses.field(default_factory=dict)
+    """Parameters that did not require gradients at the start, by name."""
+
     def without_training(self) -> EngineParts:
         """The same parts after `engine.destroy()`."""
-        return dataclasses.replace(self, optimizer=None, reducer=None, basic_optimizer=None, unmanaged=())
+        return dataclasses.replace(self, optimizer=None, reducer=None, basic_optimizer=None, unmanaged=(), frozen={})

@@ -135,6 +135,7 @@ class CheckpointMembers:
             self._load_module(reader, strict=load_module_strict)
         if not load_module_only:
             self._load_training(reader, load_optimizer_states, load_lr_scheduler_states)
+        self._forget_open_window()
         self.loaded_checkpoint_dp_world_size = reader.state["dp_world_size"]
         return str(Path(load_dir, found)), reader.client_state()
 
@@ -237,10 +238,19 @@ class CheckpointMembers:
         if with_schedule and self.lr_scheduler is not None and state["lr_scheduler"] is not None:
             self.lr_scheduler.load_state_dict(state["lr_scheduler"])
         self.global_steps, self.global_samples = state["global_steps"], state["global_samples"]
-        self.skipped_steps, self.micro_steps = state["skipped_steps"], state["micro_steps"]
+        self.skipped_steps = state["skipped_steps"]
+        self._parts.accumulation.restart(state["micro_steps"])
         if self.training_dataloader is not None and state["data"] is not None:
             self.training_dataloader.load_state_dict(state["data"])
         set_random_state(reader.rank_state(self._parts.mesh.rank))
+
+    def _forget_open_window(self) -> None:
+        """Gradients and losses from before the load belong to other weights."""
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+        self._parts.accumulation.close_window()
+        self._parts.loss_guard.reset()
+        self._parts.report.close_window()
 
     def _state_dict_of(self, reader: CheckpointReader) -> dict[str, Tensor]:
         return {n: reader.read(stored).view(reader.shape(stored)) for n, stored in _weights_in(reader).items()}
@@ -281,6 +291,17 @@ class CheckpointMembers:
         state_dict: dict[str, Tensor] = clone_tensors_for_torch_save(whole)
         return state_dict
 
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        """As `_consolidated_16bit_state_dict`, for sharded parameters.
+
+        Raises:
+            ArgumentError: parameters are not sharded.
+        """
+        raise ArgumentError(
+            f"_zero3_consolidated_16bit_state_dict() at ZeRO stage {self._config.zero_optimization.stage}: parameters are "
+            "whole below stage 3. Use _consolidated_16bit_state_dict(), or module.state_dict()."
+        )
+
     def save_16bit_model(
         self,
         save_dir: str | os.PathLike[str],
@@ -303,11 +324,21 @@ class CheckpointMembers:
 
 def _optimizer_state(optimizer: ZeroOptimizer) -> dict[str, Any]:
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    return {"groups": groups, "scalars": state_scalars(optimizer.master)}
+    return {"class": type(optimizer.optimizer).__name__, "groups": groups, "scalars": state_scalars(optimizer.master)}
+
+
+def _family(class_name: str) -> str:
+    """Optimizers whose state means the same: FusedAdam, DeepSpeedCPUAdam, Adam and AdamW are one family."""
+    return class_name.removeprefix("Fused").removeprefix("DeepSpeedCPU").replace("AdamW", "Adam")
 
 
 def _load_optimizer(optimizer: ZeroOptimizer, reader: CheckpointReader) -> None:
-    stored = reader.state["optimizer"]
+    stored, name = reader.state["optimizer"], type(optimizer.optimizer).__name__
+    if _family(stored["class"]) != _family(name):
+        raise CheckpointError(
+            f"checkpoint {reader.folder} holds the state of {stored['class']}, which {name} cannot use. Build the "
+            f"engine with {stored['class']}, or pass load_optimizer_states=False."
+        )
     if len(stored["groups"]) != len(optimizer.param_groups):
         raise CheckpointError(
             f"checkpoint {reader.folder} has {len(stored['groups'])} parameter groups, the optimizer "

@@ -17,6 +17,7 @@ from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.config.precision import BF16Config, DataTypesConfig, FP16Config, TorchAutocastConfig
@@ -125,6 +126,18 @@ def autocast_dtype(config: PrecisionConfig, device_type: str | None = None) -> t
     if block.dtype is not None:
         return DTYPES[block.dtype]
     return torch.get_autocast_dtype(device_type or get_accelerator().device_name())
+
+
+def keep_batch_norm_exact(module: nn.Module) -> None:
+    """Mark the parameters of batch normalisation so that they are not cast to 16 bits.
+
+    Running statistics are moving averages that 16 bits would stop short, so they keep their format; torch's kernels take
+    16-bit inputs with fp32 statistics only together with fp32 weights. A layer that came in 16 bits stays as it came.
+    """
+    for layer in module.modules():
+        if isinstance(layer, _NormBase):
+            for p in layer.parameters(recurse=False):
+                setattr(p, _NO_CAST, True)
 
 
 def cast_module(module: nn.Module, policy: DtypePolicy) -> None:

@@ -150,7 +150,7 @@ def _state(flat: FlatGroup, position: int, key: str) -> list[Tensor]:
 
 
 def _factor(optimizer: ZeroOptimizer) -> float:
-    return optimizer.gradient_factor(optimizer.divisor())
+    return optimizer.gradient_factor()
 
 
 def _wide_copy(values: Tensor) -> Tensor:

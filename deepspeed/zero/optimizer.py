@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from deepspeed.common.logging import get_logger
 from deepspeed.errors import UsageError
-from deepspeed.precision.loss_scaler import LossScaler
+from deepspeed.precision.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.zero.master import MasterWeights
 from deepspeed.zero.norm import sum_of_squares
 from deepspeed.zero.reducer import GradientReducer
@@ -46,8 +46,7 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
         clip: largest global norm, 0 for none.
         gradient_multiplier: 1, or the number of data-parallel ranks where gradients are summed instead of averaged.
         skips_nonfinite: skip an update whose norm is infinite or NaN; off only where the config says so.
-        divisor: what the gradient accumulated so far is divided by; asked by who looks at it between backward and
-            step; None is 1.
+        divisor: what the gradient accumulated so far is divided by, asked anew each time.
     """
 
     def __init__(
@@ -56,10 +55,10 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
         reducer: GradientReducer,
         scaler: LossScaler,
         *,
+        divisor: Callable[[], int],
         clip: float = 0.0,
         gradient_multiplier: float = 1.0,
         skips_nonfinite: bool = True,
-        divisor: Callable[[], int] | None = None,
     ) -> None:
         # Optimizer.__init__ is not called: every attribute it would make is the wrapped optimizer's (see __getattr__).
         self.optimizer = master.optimizer
@@ -69,7 +68,7 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
         self.clip = clip
         self.gradient_multiplier = gradient_multiplier
         self.skips_nonfinite = skips_nonfinite
-        self.divisor = divisor or (lambda: 1)
+        self.divisor = divisor
         self.overflow = False
         self.global_norm: float | None = None
         self._opt_called = True  # torch's schedulers ask whether step() was called; the engine's update does not call it
@@ -80,15 +79,14 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
         for flat in master.flats:
             flat.optimizer = weakref.ref(self)
 
-    def gradient_factor(self, divisor: int) -> float:
+    def gradient_factor(self) -> float:
         """What turns the gradient buffers into the gradient of the mean loss, before clipping."""
-        return self.gradient_multiplier / (divisor * self.loss_scaler.scale)
+        return self.gradient_multiplier / (self.divisor() * self.loss_scaler.scale)
 
-    def update(self, divisor: int, step_number: int) -> bool:
+    def update(self, step_number: int) -> bool:
         """Make one update, or skip it. Collective over the data-parallel ranks.
 
         Args:
-            divisor: what the accumulated gradient is divided by.
             step_number: for the message of a skipped step.
 
         Returns:
@@ -100,7 +98,7 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
         self.reducer.ensure_reduced()
         for flat in self.master.flats:
             flat.adopt_edits()
-        base = self.gradient_factor(divisor)
+        base = self.gradient_factor()
         squares = sum_of_squares([flat.gradients_F for flat in self.master.flats])
         self.global_norm = math.sqrt(squares.item()) * base if squares.item() >= 0 else math.nan
         self.overflow = self.skips_nonfinite and not math.isfinite(self.global_norm)
@@ -158,6 +156,16 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
         return self.loss_scaler.scale
 
     cur_scale = loss_scale
+
+    @property
+    def skip_step(self) -> bool:
+        """Whether the last update was skipped; the same as `overflow`, under its other documented name."""
+        return self.overflow
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale adapts itself."""
+        return isinstance(self.loss_scaler, DynamicLossScaler)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]

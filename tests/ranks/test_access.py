@@ -28,10 +28,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 
 def _engine(precision: str, model: Mlp) -> Any:
     master.SUB_GROUP_NUMEL["cpu"] = 64  # this process ends with the test: state of one parameter lies in several slices
-    engine = make_engine(model, config(2, **PRECISIONS[precision]), optimizer=ADAM(model.parameters()))
-    assert engine.optimizer is not None
-    engine.optimizer.divisor = lambda: engine._parts.accumulation.divisor
-    return engine
+    return make_engine(model, config(2, **PRECISIONS[precision]), optimizer=ADAM(model.parameters()))
 
 
 def _micro_batches(model: Mlp, world_size: int) -> list[Any]:

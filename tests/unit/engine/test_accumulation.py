@@ -26,6 +26,39 @@ def test_what_the_caller_set_wins_over_the_count(steps: int, micro_steps: int, i
     assert accumulation.is_step_boundary is is_boundary
 
 
+@given(st.integers(1, 6), st.integers(0, 12), st.integers(1, 6))
+def test_after_a_change_windows_have_the_new_length(before: int, micro_batches: int, after: int) -> None:
+    accumulation = Accumulation(before)
+    for _ in range(micro_batches):
+        accumulation.advance()
+    accumulation.change_steps(after)
+    left = after - min(micro_batches % before, after - 1)
+    boundaries = []
+    for _ in range(left + 2 * after):
+        boundaries.append(accumulation.is_step_boundary)
+        accumulation.advance()
+    assert [i + 1 for i, is_boundary in enumerate(boundaries) if is_boundary] == [left, left + after, left + 2 * after]
+
+
+@given(st.integers(1, 6), st.integers(0, 40))
+def test_a_whole_window_comes_after_a_checkpoint(steps: int, micro_steps: int) -> None:
+    accumulation = Accumulation(steps)
+    accumulation.restart(micro_steps)
+    assert accumulation.micro_steps == micro_steps
+    seen = []
+    for _ in range(steps):
+        seen.append(accumulation.is_step_boundary)
+        accumulation.advance()
+    assert seen == [False] * (steps - 1) + [True]
+
+
+def test_a_client_that_writes_the_counter_counts_windows_from_zero() -> None:
+    accumulation = Accumulation(4)
+    accumulation.restart(5)
+    accumulation.micro_steps = 7
+    assert accumulation.is_step_boundary
+
+
 def test_unmanaged_every_step_updates_and_no_backward_reduces_early() -> None:
     accumulation = Accumulation(4, is_managed=False)
     assert accumulation.is_step_boundary
