@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 _ROW_NUMEL = 1024  # short enough that an fp32 sum keeps six to seven digits
-_BLOCK_NUMEL = _ROW_NUMEL << 8  # of 16-bit values: converted in the cache, not in memory
+_BLOCK_NUMEL = _ROW_NUMEL << 6  # of 16-bit values: converted in the cache, not in memory
 
 
 def sum_of_squares(flats: Sequence[Tensor]) -> Tensor:
@@ -27,12 +27,26 @@ def sum_of_squares(flats: Sequence[Tensor]) -> Tensor:
     return (joined if joined.device.type == "mps" else joined.double()).square().sum()
 
 
+def total(flat: Tensor) -> Tensor:
+    """Sum of all elements, a 0-d tensor: finite when all are, up to the range of the dtype (of fp32 for fp16)."""
+    if flat.dtype != torch.float16:
+        return flat.sum()
+    blocks = torch.split(
+        flat, _BLOCK_NUMEL
+    )  # a sum of finite values can overflow fp16; all at once in fp32 would need a copy
+    return torch.stack([block.sum(dtype=torch.float32) for block in blocks]).sum()
+
+
 def _rows(flat: Tensor) -> Iterator[Tensor]:
-    """`flat` in pieces of shape (rows, elements) and at least fp32; a complex number counts as its two parts."""
+    """`flat` in pieces of shape (rows, elements) and at least fp32; a complex number counts as its two parts.
+
+    A piece is good until the next one is asked for: those of 16-bit values share one scratch.
+    """
     flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
     is_16_bit = flat.dtype not in (torch.float32, torch.float64)
+    scratch = torch.empty(_BLOCK_NUMEL if is_16_bit else 0, dtype=torch.float32, device=flat.device)
     for block in torch.split(flat, _BLOCK_NUMEL) if is_16_bit else (flat,):
-        values = block.float() if is_16_bit else block
+        values = scratch[: block.numel()].copy_(block) if is_16_bit else block
         even = values.numel() // _ROW_NUMEL * _ROW_NUMEL
         if even:
             yield values[:even].view(-1, _ROW_NUMEL)

@@ -33,6 +33,7 @@ from deepspeed.errors import UsageError
 from deepspeed.sharding import Bucket
 from deepspeed.topology.mesh import AxisGroup
 from deepspeed.zero.flat import FlatGroup
+from deepspeed.zero.norm import total
 from deepspeed.zero.row_sparse import mean_rows
 
 
@@ -60,8 +61,7 @@ class _DenseBucket:
         self.is_launched = True
         if self.axis.size > 1:
             values = self.flat.gradients_F[self.bucket.start : self.bucket.stop]
-            at_least_fp32 = torch.promote_types(values.dtype, torch.float32)  # a sum of finite fp16 values can overflow fp16
-            self.has_nonfinite = torch.isfinite(values.sum(dtype=at_least_fp32)).logical_not()
+            self.has_nonfinite = torch.isfinite(total(values)).logical_not()
             self._start()
 
     def _start(self) -> None:
