@@ -2,7 +2,7 @@
 #
 #   make train   launch the example on this machine (two ranks on a CPU, every GPU where there are some)
 #   make test    the whole test suite             make lint   style, types, layers, spelling
-#   make bench   the benchmarks docs may quote    make docs   write docs/reference/ anew from the sources
+#   make bench   the benchmarks docs may quote    make docs   write docs/reference/config.md anew from the models
 #   make clean   remove what the tools left; .venv and runs/ stay
 #
 # PYTHON=python3.12 chooses the interpreter of a new .venv. PIP_ARGS goes to pip, for example
