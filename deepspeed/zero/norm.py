@@ -31,9 +31,7 @@ def total(flat: Tensor) -> Tensor:
     """Sum of all elements, a 0-d tensor: finite when all are, up to the range of the dtype (of fp32 for fp16)."""
     if flat.dtype != torch.float16:
         return flat.sum()
-    blocks = torch.split(
-        flat, _BLOCK_NUMEL
-    )  # a sum of finite values can overflow fp16; all at once in fp32 would need a copy
+    blocks = torch.split(flat, _BLOCK_NUMEL)  # a sum of finite values can overflow fp16; fp32 at once would need a copy
     return torch.stack([block.sum(dtype=torch.float32) for block in blocks]).sum()
 
 
