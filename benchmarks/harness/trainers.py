@@ -104,6 +104,7 @@ def make_engine(model: nn.Module, training: Training) -> Any:
         "gradient_accumulation_steps": training.accumulation,
         "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}},
         "zero_optimization": {"stage": 0},
+        "gradient_clipping": 0.0,  # the original clips at 1.0 unless told otherwise
         "steps_per_print": 10**9,
         **({"bf16": {"enabled": True}} if training.is_bf16 else {}),
     }
