@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.places import get_world_size
+from deepspeed.comm.recorder import configure
 from deepspeed.comm.world import init_distributed
 from deepspeed.common.logging import log_dist, set_log_level_from_string
 from deepspeed.config import DeepSpeedConfig
@@ -88,6 +89,8 @@ def initialize(
     parsed = DeepSpeedConfig(source, mpu=mpu, dp_world_size=dp_world_size)
     if mesh_param is not None:
         raise ArgumentError(f"initialize(mesh_param={mesh_param}): sequence parallelism is not built yet. Leave it out.")
+    if parsed.is_given("comms_logger"):
+        configure(deepspeed_config=parsed)
     if parsed.log_level is not None:
         set_log_level_from_string(parsed.log_level)
     log_dist(f"DeepSpeed info: version={version}, world size {get_world_size()}, {get_accelerator().device_name()}")

@@ -108,7 +108,8 @@ class TorchAutocastConfig(ConfigModel):
     torch's default for the device."""
 
     lower_precision_safe_modules: TextList | None = None
-    """Classes, as `package.Class`, whose gradients travel in `dtype`. Left out: Linear, Conv1d, Conv2d and Conv3d."""
+    """Classes, as `package.Class` (`torch.nn.Linear`), of which gradients travel in `dtype`: half the bytes, one more
+    rounding. Left out: none."""
 
     def check(self) -> Iterable[Refusal]:
         """torch.autocast knows two formats."""

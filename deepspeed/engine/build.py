@@ -38,7 +38,7 @@ from deepspeed.monitor import MonitorMaster
 from deepspeed.optim import build_optimizer, build_scheduler, client_optimizer, client_scheduler, is_elementwise
 from deepspeed.optim.build import LRSchedule
 from deepspeed.precision.loss_scaler import LossScaler, NullScaler, build_loss_scaler
-from deepspeed.precision.policy import DtypePolicy, cast_module, keep_batch_norm_exact
+from deepspeed.precision.policy import DtypePolicy, cast_module, keep_batch_norm_exact, low_precision_parameters
 from deepspeed.topology.mesh import AxisGroup, ParallelMesh
 from deepspeed.zero.flat import FlatGroup, NamedParameter, owner_of
 from deepspeed.zero.master import MasterWeights
@@ -194,13 +194,14 @@ def _train_parts(
     config, axis = request.config, request.mesh.data_parallel
     flats = list(_flat_groups(request, basic, policy))
     for flat in flats:
+        communication = policy.autocast if flat.is_low_precision else policy.communication_for(flat.parameters_F.dtype)
         flat.attach_gradients(
             flat_all_reducer(
                 flat.layout.numel,
                 policy.grad_accumulation_for(flat.parameters_F.dtype),
                 flat.parameters_F.device,
                 axis.group,
-                communication_dtype=policy.communication_for(flat.parameters_F.dtype),
+                communication_dtype=communication,
                 prescale=config.prescale_gradients,
                 predivide_factor=config.gradient_predivide_factor,
             )
@@ -230,8 +231,10 @@ def _flat_groups(request: EngineRequest, basic: Optimizer, policy: DtypePolicy) 
     """One flat group per optimizer group, dtype and kind of gradient, over the trainable parameters that it holds."""
     names = {id(p): NamedParameter(name, p, order) for order, (name, p) in enumerate(request.module.named_parameters())}
     sparse = _row_sparse(request.module, every=request.config.sparse_gradients)
+    autocast = request.config.torch_autocast
+    low = low_precision_parameters(request.module, (autocast.lower_precision_safe_modules or ()) if autocast.enabled else ())
     for index, group in enumerate(basic.param_groups):
-        by_kind: dict[tuple[torch.dtype, torch.dtype, bool], list[NamedParameter]] = {}
+        by_kind: dict[tuple[torch.dtype, torch.dtype, bool, bool], list[NamedParameter]] = {}
         for param in group["params"]:
             if not param.requires_grad:
                 continue
@@ -242,9 +245,9 @@ def _flat_groups(request: EngineRequest, basic: Optimizer, policy: DtypePolicy) 
                     "model. Build the optimizer from the parameters of the same model object, after destroy() of any "
                     "engine that had it."
                 )
-            dtype = policy.param_for(param)
-            by_kind.setdefault((dtype, policy.master_for(param), id(param) in sparse), []).append(member)
-        for (param_dtype, master_dtype, is_row_sparse), members in by_kind.items():
+            kind = policy.param_for(param), policy.master_for(param), id(param) in sparse, id(param) in low
+            by_kind.setdefault(kind, []).append(member)
+        for (param_dtype, master_dtype, is_row_sparse, is_low_precision), members in by_kind.items():
             yield FlatGroup(
                 sorted(members, key=lambda m: m.order),
                 group_index=index,
@@ -252,6 +255,7 @@ def _flat_groups(request: EngineRequest, basic: Optimizer, policy: DtypePolicy) 
                 master_dtype=master_dtype,
                 bucket_numel=1 if is_row_sparse else request.config.zero_optimization.reduce_bucket_size,
                 is_row_sparse=is_row_sparse,
+                is_low_precision=is_low_precision,
             )
 
 

@@ -10,6 +10,7 @@ Not here: whether a device has a format (`accelerator`), scaling (`loss_scaler`)
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -138,6 +139,30 @@ def keep_batch_norm_exact(module: nn.Module) -> None:
         if isinstance(layer, _NormBase):
             for p in layer.parameters(recurse=False):
                 setattr(p, _NO_CAST, True)
+
+
+def low_precision_parameters(module: nn.Module, class_names: Iterable[str]) -> set[int]:
+    """Identities of the parameters of layers of the named classes (`torch_autocast.lower_precision_safe_modules`).
+
+    Raises:
+        ConfigError: a name does not lead to a module class.
+    """
+    classes = tuple(_class_named(name) for name in class_names)
+    return {id(p) for layer in module.modules() if isinstance(layer, classes) for p in layer.parameters(recurse=False)}
+
+
+def _class_named(name: str) -> type[nn.Module]:
+    package, _, attribute = name.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(package), attribute) if package else None
+    except (ImportError, AttributeError):
+        found = None
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        raise ConfigError(
+            f'torch_autocast.lower_precision_safe_modules names "{name}", which is no torch.nn.Module class. Write the full '
+            'import path, for example "torch.nn.Linear".'
+        )
+    return found
 
 
 def cast_module(module: nn.Module, policy: DtypePolicy) -> None:

@@ -65,6 +65,7 @@ class FlatGroup:
     Constructing it re-points `param.data` of every member at the buffer and frees the old storage, one by one.
     `is_row_sparse` groups hold embedding tables of which one micro-batch touches few rows: their gradients are reduced
     row by row (`zero.row_sparse`), never as whole buckets.
+    `is_low_precision` groups travel in the autocast dtype (`lower_precision_safe_modules`).
     `on_replaced` runs when another engine takes one of the parameters over; `optimizer` gives the
     `zero.optimizer.ZeroOptimizer` that steps the group, while there is one.
     """
@@ -79,10 +80,12 @@ class FlatGroup:
         bucket_numel: int,
         world_size: int = 1,
         is_row_sparse: bool = False,
+        is_low_precision: bool = False,
     ) -> None:
         self.members = tuple(members)
         self.group_index = group_index
         self.is_row_sparse = is_row_sparse
+        self.is_low_precision = is_low_precision
         self.on_replaced: Callable[[], None] = self.release
         self.optimizer: Callable[[], object | None] = lambda: None
         alignment = _ALIGNMENT_BYTES // min(param_dtype.itemsize, master_dtype.itemsize)

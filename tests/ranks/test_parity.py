@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.engines import config, make_engine, moments, train
+from tests.support.engines import config, make_engine, masters, moments, train
 from tests.support.models import (
     Mlp,
     PartlyFrozen,
@@ -168,6 +168,30 @@ def _autocast(rank: int, world_size: int) -> float:
     block = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
     outcome = train(make_engine(model, config(**block), optimizer=SGD(model.parameters())), batches, rank)
     return relative_difference(outcome.weights, reference.weights)
+
+
+def _low_precision_layers(rank: int, world_size: int, names: list[str]) -> tuple[float, float]:
+    model = build(Mlp)
+    batches = make_batches(model, 1, 1, world_size)
+    reference = train_reference(build(Mlp), functools.partial(torch.optim.SGD, lr=1.0), batches)
+    block = {"torch_autocast": {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": names}}
+    engine = make_engine(model, config(**block), optimizer=torch.optim.SGD(model.parameters(), lr=1.0))
+    with torch.autocast("cpu", enabled=False):
+        loss = engine.module(*batches[0][0][rank])  # full precision, so that only what travels is rounded
+    engine.backward(loss)
+    sent = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    engine.step()
+    rounded = max((g - g.bfloat16().float()).abs().max().item() for g in sent.values())
+    return rounded, relative_difference(masters(engine), reference.weights)
+
+
+def test_gradients_of_named_layers_travel_in_the_autocast_dtype() -> None:
+    for rounded, off in run_ranks(_low_precision_layers, 2, ["torch.nn.Linear"]):
+        assert rounded == 0.0
+        assert 0 < off <= 2**-7  # two roundings to bf16's 8 bits
+    for rounded, off in run_ranks(_low_precision_layers, 2, ["torch.nn.Conv2d"]):
+        assert rounded > 0.0
+        assert off <= 1e-6
 
 
 def test_torch_autocast_equals_plain_autocast() -> None:

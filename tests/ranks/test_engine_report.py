@@ -1,0 +1,113 @@
+"""What a run tells: monitors, timers, log lines, the communication log."""
+
+from __future__ import annotations
+
+import csv
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import deepspeed
+from deepspeed import comm
+from tests.support.engines import config, make_engine
+from tests.support.models import Mlp, build, make_batches
+from tests.support.ranks import run_ranks
+
+
+class Records(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def _monitored(rank: int, world_size: int, folder: str) -> tuple[list[float], list[float], list[str]]:
+    """(mean loss per step as it should be, norms, log lines)."""
+    records = Records()
+    logging.getLogger("DeepSpeed").addHandler(records)
+    model = build(Mlp, dtype=torch.float64)
+    settings = config(
+        3,
+        csv_monitor={"enabled": True, "output_path": folder, "job_name": "csv"},
+        tensorboard={"enabled": True, "output_path": folder, "job_name": "tb"},
+        wall_clock_breakdown=True,
+        memory_breakdown=True,
+        dump_state=True,
+        steps_per_print=2,
+        comms_logger={"enabled": True},
+        scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 3, "warmup_type": "linear"}},
+    )
+    engine = make_engine(model, settings, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    means, norms = [], []
+    for step in make_batches(model, 4, 3, world_size):
+        with torch.no_grad():
+            means.append(sum(model(*batch).item() for micro in step for batch in micro) / (3 * world_size))
+        for micro in step:
+            engine.backward(engine(*micro[rank]))
+            engine.step()
+        norm = engine.get_global_grad_norm()
+        assert norm is not None
+        norms.append(norm)
+    assert comm.get_comm_operation_count() > 0
+    engine.destroy()
+    return means, norms, records.lines
+
+
+def _column(folder: Path, name: str) -> list[tuple[int, float]]:
+    (file,) = folder.rglob(f"*{name}.csv")
+    with file.open() as lines:
+        return [(int(row[0]), float(row[1])) for row in list(csv.reader(lines))[1:]]
+
+
+def test_monitors_get_the_mean_loss_of_all_micro_batches_and_ranks(tmp_path: Path) -> None:
+    means, norms, lines = run_ranks(_monitored, 2, str(tmp_path))[0]
+    samples = [24, 48, 72, 96]  # 4 rows x 3 micro-batches x 2 ranks
+    losses = _column(tmp_path / "csv", "train_loss")
+    assert [s for s, _ in losses] == samples
+    torch.testing.assert_close(torch.tensor([v for _, v in losses]), torch.tensor(means), rtol=1e-6, atol=0)
+    torch.testing.assert_close(torch.tensor([v for _, v in _column(tmp_path / "csv", "grad_norm")]), torch.tensor(norms))
+    assert len(_column(tmp_path / "csv", "lr")) == 4
+    for name in ("forward", "backward", "backward_inner", "backward_allreduce", "step"):
+        assert all(ms >= 0 for _, ms in _column(tmp_path / "csv", f"elapsed_time_ms_{name}"))
+    _check_tensorboard(tmp_path / "tb", means)
+    _check_lines(lines)
+
+
+def _check_tensorboard(folder: Path, means: list[float]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    values = [event.value for event in events.Scalars("Train/Samples/train_loss")]
+    torch.testing.assert_close(torch.tensor(values), torch.tensor(means), rtol=1e-6, atol=0)
+
+
+def _check_lines(lines: list[str]) -> None:
+    printed = [line for line in lines if line.startswith("step=")]
+    assert [line.split(",")[0] for line in printed] == ["step=2", "step=4"]
+    assert all("loss=" in line and "grad_norm=" in line for line in printed)
+    assert any("forward" in line and "ms" in line.lower() for line in lines)
+    assert any("after step" in line for line in lines)
+    assert any(line.startswith("dump_state: ") for line in lines)
+    assert any("DeepSpeed info" in line for line in lines)
+
+
+def _quiet(rank: int, world_size: int) -> Any:
+    records = Records()
+    logging.getLogger("DeepSpeed").addHandler(records)
+    model = build(Mlp)
+    engine = make_engine(model, config(log_level="error"), optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in make_batches(model, 3, 1, world_size):
+        engine.backward(engine(*step[0][rank]))
+        engine.step()
+    return records.lines, deepspeed.logger.level
+
+
+def test_nothing_is_printed_unless_asked() -> None:
+    for lines, level in run_ranks(_quiet, 2):
+        assert [line for line in lines if "DeepSpeed info" not in line] == []
+        assert level == logging.ERROR
