@@ -7,8 +7,7 @@ it, and so do the rooms that hand tensors to it.
 |--------------------------------------|-----------------------------------------------------------------------|
 | `module/<parameter or buffer>`       | the value the model computes with, in the model's dtype               |
 | `master/<parameter>`                 | the fp32 master copy, where there is one                              |
-| `optimizer/<parameter>/<state key>`  | one entry of the optimizer's state, e.g. `exp_avg`, `step`            |
-| `rng/<rank, 5 digits>/<generator>`   | state of one random generator of one rank, as bytes                   |
+| `optimizer/<parameter>/<state key>`  | one tensor of the optimizer's state, e.g. `exp_avg`                   |
 | `state/<n>`, `client_state/<n>`      | tensors inside the state and the client state, counted from 0         |
 | `rank_state/<rank, 5 digits>/<n>`    | tensors inside the state of one rank                                  |
 """
@@ -32,7 +31,6 @@ __all__ = [
     "module_tensor",
     "optimizer_tensor",
     "rank_state_tensor",
-    "rng_tensor",
     "shard_file",
     "split_optimizer_tensor",
     "state_tensor",
@@ -79,11 +77,6 @@ def split_optimizer_tensor(name: str) -> tuple[str, str]:
     """Parameter and state key of a name made by `optimizer_tensor` (a state key holds no slash)."""
     parameter, _, key = name.removeprefix("optimizer/").rpartition("/")
     return parameter, key
-
-
-def rng_tensor(rank: int, generator: str) -> str:
-    """Name of the state of one random generator of one rank, e.g. `cpu`."""
-    return f"rng/{rank:05d}/{generator}"
 
 
 def state_tensor(number: int) -> str:
