@@ -1,4 +1,4 @@
-"""The public entry points: `initialize`, `add_config_arguments`.
+"""The public entry points: `initialize`, and `load_ds_config`, which reads a config without checking it.
 
 args, model, config ---> comm.world (process group) ---> config (every fault at once) ---> topology.mesh
 ---> engine.build (chooses the parts) ---> engine, optimizer, loader, schedule
@@ -6,7 +6,6 @@ args, model, config ---> comm.world (process group) ---> config (every fault at 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -20,7 +19,6 @@ from deepspeed.comm.recorder import configure
 from deepspeed.comm.world import init_distributed
 from deepspeed.common.logging import log_dist, set_log_level_from_string
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.config.arguments import add_config_arguments as _add_config_arguments
 from deepspeed.config.arguments import config_from_args
 from deepspeed.config.load import load_config
 from deepspeed.engine.build import EngineRequest, build_engine
@@ -122,11 +120,6 @@ def _one_config(args: Any, config: Any, config_params: Any) -> Any:
             "or --deepspeed_config on the command line."
         )
     return next(iter(found.values()))
-
-
-def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add `--deepspeed` and `--deepspeed_config` to a script's parser and return it."""
-    return _add_config_arguments(parser)
 
 
 def load_ds_config(config: Any) -> Mapping[str, Any]:

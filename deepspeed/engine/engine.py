@@ -4,14 +4,14 @@
     engine.backward(loss)     x loss scale; autograd; gradients become their mean over ranks at the boundary  (zero.reducer)
     engine.step()             at the boundary: norm, unscale, clip, update, schedule, report; else it only counts
 
-Everything that is chosen is chosen in `engine.build` and handed in; this file reads like the paragraph in the guide.
+Everything that is chosen is chosen in `engine.build` and handed in; this file is the story of a step.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -309,10 +309,6 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, CheckpointMembers, nn.Mod
             if module is not None and hasattr(module, name):
                 return getattr(module, name)
         raise AttributeError(f"neither {type(self).__name__} nor the wrapped module has an attribute {name!r}")
-
-    def unmanaged_parameters(self) -> Iterable[nn.Parameter]:
-        """Trainable parameters that the optimizer does not hold."""
-        return self._parts.unmanaged
 
 
 def _describe(loss: Any) -> str:
