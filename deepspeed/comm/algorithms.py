@@ -4,7 +4,8 @@
     CPU ranks that share a host           memory that all map              comm.shared_memory.SharedMemoryReducer
     all others (devices, several hosts)   the back end's own all-reduce    BackendReducer
 
-Lives here: the choice and the two simple algorithms. Does not live here: the arithmetic (`comm.mean`). `zero.flat` calls it.
+Lives here: the choice and the two simple algorithms. Does not live here: the arithmetic (`comm.mean`). Called by
+`engine.build`.
 The table rests on benchmarks/comm_algorithms.py; see docs/adr/0006-shared-memory-collectives.md.
 """
 
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.comm import collectives
+from deepspeed.comm.failures import WHERE_TO_LOOK
 from deepspeed.comm.mean import MeanRule, check_range, divide_
 from deepspeed.comm.patience import Patience
 from deepspeed.comm.recorder import RECORDER
@@ -226,10 +228,7 @@ class _BackendWork:
         try:
             self._handle.wait() if self._timeout is None else self._handle.wait(self._timeout)
         except RuntimeError as error:
-            raise CommError(
-                f"the mean of {self._where} failed in the back end: {error} Look at the other ranks' output first: the rank "
-                "that failed earliest has the reason. If a rank is only slow, raise DEEPSPEED_TIMEOUT (minutes)."
-            ) from error
+            raise CommError(f"the mean of {self._where} failed in the back end: {error} {WHERE_TO_LOOK}") from error
         self._handle = None
         divide_(self._sent, self._after)
         if self._sent is not self._target:

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.failures import NotInitializedError
+from deepspeed.comm.failures import WHERE_TO_LOOK, NotInitializedError
 from deepspeed.comm.recorder import RECORDER, table
 from deepspeed.common.logging import log_dist
 from deepspeed.errors import CommError
@@ -93,11 +93,7 @@ def _drop_tail(kwargs: dict[str, Any]) -> tuple[bool, str | None, str | None]:
 def _failed(name: str, group: Group, cause: Exception) -> CommError:
     """Return the error for a call that the back end gave up: a dead or late peer, or ranks that sent different things."""
     ranks = _few(dist.get_process_group_ranks(group))
-    return CommError(
-        f"{name} failed on rank {dist.get_rank()}, in the group of ranks {ranks}: {cause} "
-        "Look at the other ranks' output first: the rank that failed earliest has the reason. "
-        "If a rank is only slow, raise DEEPSPEED_TIMEOUT (minutes)."
-    )
+    return CommError(f"{name} failed on rank {dist.get_rank()}, in the group of ranks {ranks}: {cause} {WHERE_TO_LOOK}")
 
 
 def _few(ranks: list[int], most: int = 16) -> str:

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from deepspeed.errors import CommError
 
-__all__ = ["NotInitializedError"]
+__all__ = ["WHERE_TO_LOOK", "NotInitializedError"]
+
+WHERE_TO_LOOK = (
+    "Look at the other ranks' output first: the rank that failed earliest has the reason. "
+    "If a rank is only slow, raise DEEPSPEED_TIMEOUT (minutes)."
+)
+"""What to do about a collective that did not finish."""
 
 
 class NotInitializedError(CommError, AssertionError):

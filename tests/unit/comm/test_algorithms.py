@@ -33,6 +33,9 @@ def test_an_empty_buffer_needs_nobody() -> None:
 
     reducer.launch(0, 0).wait()
 
+    assert isinstance(reducer, LocalReducer)
+    assert reducer.buffer.numel() == 0
+
 
 @pytest.mark.parametrize(("numel", "factor"), [(-1, 1.0), (10, 0.0), (10, -2.0)])
 def test_impossible_sizes_and_factors_are_refused(numel: int, factor: float) -> None:
