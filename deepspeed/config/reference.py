@@ -95,7 +95,7 @@ def _row(section: Section, name: str, schema: dict[str, Any], text: str) -> str:
 
 def _status_path(path: str) -> str:
     """Turn a section's title into the path of its keys."""
-    return path.partition("`")[0].replace(".<name>", "").replace("[...]", "").partition(" (")[0]
+    return path.partition("`")[0].replace(".<name>", "").replace("[...]", "")
 
 
 def _default(model: type[ConfigModel], name: str) -> str:

@@ -227,7 +227,7 @@ class ZeroConfig(ConfigModel):
     """Elements gathered at a time after the step; > 0. Stages 1 and 2."""
 
     overlap_comm: bool | None = None
-    """Reduce gradients while backward runs. Left out: true at stage 3."""
+    """Reduce gradients while backward runs. Left out: true at stages 0 and 3."""
 
     compute_grad_norm: bool = True
     """Compute the gradient norm even when clipping is off; false at stages 1 and 2 only."""
