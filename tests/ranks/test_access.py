@@ -15,7 +15,7 @@ from deepspeed.zero import master
 from tests.support.engines import config, make_engine, masters
 from tests.support.models import Mlp, PartlyFrozen, build, make_batches
 from tests.support.ranks import run_ranks
-from tests.support.reference import relative_difference
+from tests.support.reference import FP64_ROUNDING, relative_difference
 
 ADAM = functools.partial(torch.optim.AdamW, lr=1e-2)
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -61,7 +61,7 @@ def _reads(rank: int, world_size: int, precision: str) -> None:
             engine.step()
     gradients = {name: utils.safe_get_full_grad(p) for name, p in model.named_parameters()}
     # Gradients of two micro-batches of a bf16 model: eight bits each, through two layers.
-    assert relative_difference(gradients, wanted) <= (1e-12 if precision == "fp64" else 0.03)  # type: ignore[arg-type]
+    assert relative_difference(gradients, wanted) <= (FP64_ROUNDING if precision == "fp64" else 0.03)  # type: ignore[arg-type]
     engine.step()
     for name, value in masters(engine).items():
         got = utils.safe_get_full_fp32_param(model.get_parameter(name))

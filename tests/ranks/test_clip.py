@@ -44,6 +44,7 @@ def test_pieces_are_added_and_shared_parameters_counted_once(norm_type: float) -
         p.grad = grad
     want = torch.nn.utils.clip_grad_norm_(whole, 0.5, norm_type)
     results = run_ranks(_clip_split, 3, norm_type)
+    # fp64: the sum of squares in another order and one product, each rounding at 1.1e-16.
     for norm, _, shared_grad in results:
         torch.testing.assert_close(norm, want, rtol=1e-14, atol=0)
         torch.testing.assert_close(shared_grad, whole[1].grad, rtol=1e-14, atol=0)

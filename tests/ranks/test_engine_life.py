@@ -17,7 +17,7 @@ from deepspeed.errors import UsageError
 from tests.support.engines import config, make_engine, masters, train
 from tests.support.models import Mlp, build, make_batches
 from tests.support.ranks import run_ranks
-from tests.support.reference import relative_difference, train_reference
+from tests.support.reference import FP64_ROUNDING, relative_difference, train_reference
 
 
 def sgd(model: nn.Module, rate: float = 0.1) -> torch.optim.Optimizer:
@@ -38,7 +38,7 @@ def _gradients_on_one_rank_only(rank: int, world_size: int) -> None:
         engine.step()
     wanted = build(Mlp, dtype=torch.float64)
     train_reference(wanted, lambda params: torch.optim.SGD(params, lr=0.1 / world_size), batches)
-    assert relative_difference(weights(model), weights(wanted)) <= 1e-12
+    assert relative_difference(weights(model), weights(wanted)) <= FP64_ROUNDING
 
 
 def _a_dropped_gradient_stays_dropped(rank: int, world_size: int) -> None:
@@ -63,7 +63,7 @@ def _wrapping_again_leaves_the_newer_engine_alone(rank: int, world_size: int) ->
         engine.backward(engine(*step[0][rank]))
         old.destroy()
         engine.step()
-    assert relative_difference(weights(model), wanted) <= 1e-12
+    assert relative_difference(weights(model), wanted) <= FP64_ROUNDING
 
 
 def _the_older_engine_says_so(rank: int, world_size: int) -> None:
@@ -165,7 +165,7 @@ def _storage_replaced_after_initialize_is_trained(rank: int, world_size: int) ->
     for step in batches:
         model._apply(torch.clone)  # as a round trip to another device does: parameters and gradients are other tensors
         train(engine, [step], rank)
-    assert relative_difference(weights(model), wanted) <= 1e-12
+    assert relative_difference(weights(model), wanted) <= FP64_ROUNDING
 
 
 def _a_model_converted_after_initialize_is_refused(rank: int, world_size: int) -> None:

@@ -148,9 +148,12 @@ def test_every_type_that_the_config_knows_and_this_room_builds_takes_its_params(
     for name in KNOWN_OPTIMIZERS.keys() & {"Adam", "AdamW", "Adagrad", "Lion", "Lamb"}:
         for on_host in (False, True):
             optimizer = build_optimizer(OptimizerConfig(type=name), model().parameters(), on_host=on_host)
-            for p in optimizer.param_groups[0]["params"]:
+            params = optimizer.param_groups[0]["params"]
+            before = [p.detach().clone() for p in params]
+            for p in params:
                 p.grad = torch.ones_like(p)
             optimizer.step()
+            assert not any(torch.equal(p, old) for p, old in zip(params, before, strict=True))
 
 
 def test_groups_keep_their_own_options_and_empty_ones_are_dropped() -> None:

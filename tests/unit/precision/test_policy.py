@@ -146,6 +146,7 @@ def test_an_optimizer_built_before_the_cast_still_holds_the_parameters() -> None
     before = network.weight.detach().clone()
     assert network.weight.grad.dtype == torch.bfloat16
     optimizer.step()
+    # Values below 2: the bf16 update and the bf16 difference here round by at most half of 2**-7 each.
     torch.testing.assert_close(network.weight.detach(), before - 1, rtol=0, atol=2**-7)
 
 
