@@ -1,6 +1,8 @@
 """`ds_report`: what this installation can do on this machine, for a person or as JSON for a program.
 
 `gather` collects plain values; the other functions show them. Nothing is changed and nothing compiled.
+
+Does not live here: what serves an operator (`ops.op_builder`). Called as the commands `ds_report` and `dsr`.
 """
 
 from __future__ import annotations

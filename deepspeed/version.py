@@ -2,6 +2,8 @@
 
 `version` is the one place that holds the version: the build reads it here. The two `git_` names are read from the files of
 the repository at first use, without running git, and are "unknown" for an installed package.
+
+Called by the package, its door `git_version_info`, `env_report` and every checkpoint.
 """
 
 from __future__ import annotations

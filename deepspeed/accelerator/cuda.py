@@ -1,6 +1,8 @@
 """NVIDIA and AMD devices, both under `torch.cuda`.
 
 Lives here: what these devices have beyond the shared shape: NVTX ranges, graphs, Triton, locking of existing host memory.
+
+Does not live here: what is passed on as it is (`namespaced`). Built by `select`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """How much memory this process and its device use: figures, a line of text, and the line in the log.
 
 The figures come from the accelerator and the operating system; how bytes are printed is `common.memory`.
+
+Called as `deepspeed.runtime.utils.see_memory_usage`, by the engine for `memory_breakdown`, and by `accelerator.timing`.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Lives here: `NamespacedAccelerator`, parent of `cuda.CudaAccelerator` and `others.OtherAccelerator`. The namespace is
 looked up when first used, so that importing this module touches no device.
+
+Does not live here: how devices differ (`cuda`, `others`, `mps`). Their instances are built by `select`.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Source of the names: each vendor's torch plug-in, which mirrors `torch.cuda`. None of these devices is on the machines
 this project is tested on; the tests hold the table and the passing-on, with a stand-in for the namespace.
+
+Does not live here: what is passed on as it is (`namespaced`). Built by `select`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""One seed for every generator of this process."""
+"""One seed for every generator of this process.
+
+Called by user scripts, as `deepspeed.runtime.utils.set_random_seed`; the library itself seeds nothing.
+"""
 
 from __future__ import annotations
 

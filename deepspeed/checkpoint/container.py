@@ -9,6 +9,8 @@ the files are ordinary safetensors files (the tests open them with the package).
 which the format does not allow between tensors.
 
 Source: safetensors format, https://huggingface.co/docs/safetensors, "Format".
+
+Does not live here: which tensors, under which keys (`writer`, `manifest`). Called by `writer` and `reader`.
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ over.
 [Note: two renames] Where the system cannot exchange (some network file systems), the old folder is first renamed to
 `.<tag>.replaced-<token>`. A kill just then leaves the tag without a folder; `find_folder` reads the set-aside one, and the
 next save puts it back.
+
+Does not live here: what a folder holds (`writer`, `reader`). Called by `writer`, and by `tags` to find a folder.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """JSON without the parts on which parsers differ: no NaN or Infinity, no duplicate keys, ASCII only.
 
 Used for the manifest, the client state and the messages between ranks.
+
+Does not live here: what is encoded (`manifest`, `client_state`, `agreement`, which call it).
 """
 
 from __future__ import annotations

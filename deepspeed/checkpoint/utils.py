@@ -1,4 +1,7 @@
-"""Nested containers on their way to `torch.save`. The name `deepspeed.checkpoint.utils` is one that clients import."""
+"""Nested containers on their way to `torch.save`. The name `deepspeed.checkpoint.utils` is one that clients import.
+
+Does not live here: our own format (`writer`). Called by `engine.save_load` for `save_16bit_model`, and by clients.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Questions about groups and places that move no data, in the shapes of `torch.distributed`; and making groups."""
+"""Questions about groups and places that move no data, in the shapes of `torch.distributed`; and making groups.
+
+Does not live here: moving data (`collectives`), joining the ranks (`world`). Everyone calls it through `deepspeed.comm`.
+"""
 
 from __future__ import annotations
 

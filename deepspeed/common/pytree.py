@@ -3,6 +3,8 @@
 Lives here: walking and rebuilding. Dicts, lists, tuples, named tuples, deques and every class registered with
 `torch.utils._pytree` (Transformers registers its output classes) keep their type; anything else is a leaf that is passed
 through untouched.
+
+Called by `engine.engine` for `fp16.auto_cast`, and by clients as `deepspeed.runtime.utils.move_to_device`.
 """
 
 from __future__ import annotations

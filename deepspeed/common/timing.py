@@ -1,7 +1,7 @@
 """How long the parts of a step take, and samples per second.
 
 Lives here: stopwatches over a clock. Does not live here: what a device needs before a clock may be read (`synchronize`
-is handed in) and where a report goes besides the log. Built by `engine.build`; `NullTimers` stands in when
+is handed in) and where a report goes besides the log. Built by `engine.report`; `NullTimers` stands in when
 `wall_clock_breakdown` is off. Times that the documented interface returns are milliseconds.
 """
 

@@ -281,7 +281,7 @@ def _merge(lines: list[InitErrorDetails]) -> list[InitErrorDetails]:
 
 def _context(line: InitErrorDetails) -> dict[str, str]:
     error = line["type"]
-    assert isinstance(error, PydanticCustomError)  # every line here was made by _line
+    assert isinstance(error, PydanticCustomError)  # every line here was made by fault_line
     return error.context or {}
 
 

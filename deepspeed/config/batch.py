@@ -1,7 +1,7 @@
 """The batch triangle: samples per step = samples per forward x accumulation steps x data-parallel ranks.
 
 Lives here: pure arithmetic on the three sizes. Does not live here: how many data-parallel ranks there are; `config.root`
-asks the caller. Called by `config.root` and by the engine when sizes change.
+asks the caller. Called by `config.root`; the engine keeps the `BatchSizes`.
 """
 
 from __future__ import annotations

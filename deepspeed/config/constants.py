@@ -1,6 +1,8 @@
 """Top-level config keys and their defaults as upper-case constants, which older code imports.
 
 Derived from `DeepSpeedConfig`, so there is nothing here to keep up to date.
+
+Called by the door `deepspeed.runtime.constants` alone.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@
 
 After k samples on each rank exactly the first k * world size positions have been read. So "where training stands" is one
 number, and training goes on from it at another world size with every sample still read once.
+
+Does not live here: permutations (torch's, in `sampler`). Called by `sampler`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""RepeatingLoader: a loader without end, each pass in the order of the next epoch."""
+"""RepeatingLoader: a loader without end, each pass in the order of the next epoch.
+
+Does not live here: where a pass begins (`loader`, `sampler`). Called by user scripts; the engine never needs it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Samplers that can begin in the middle of an epoch."""
+"""Samplers that can begin in the middle of an epoch.
+
+Does not live here: the arithmetic of positions (`order`). Built by `loader`.
+"""
 
 from __future__ import annotations
 

@@ -6,6 +6,8 @@ module --> device, frozen parameters and buffers in the model's dtype
 --> rank 0's values on every rank
 --> gradient buffers, hooks, masters, the engine's optimizer
 --> schedule, loader, report --> engine
+
+Does not live here: what any part does. Called by `deepspeed.initialize` (`api`), once per engine.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ _DERIVED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "zenflow_config": ("zero_optimization.zenflow", lambda block: block),
     "checkpoint_tag_validation_enabled": ("checkpoint.tag_validation", lambda mode: mode.lower() != "ignore"),
     "checkpoint_tag_validation_fail": ("checkpoint.tag_validation", lambda mode: mode.lower() == "fail"),
-    "random_ltd_enabled": ("data_efficiency.enabled", lambda _: False),  # the feature arrives with the data issue
+    "random_ltd_enabled": ("data_efficiency.enabled", lambda _: False),  # not built yet, so its switch is an error
     "curriculum_learning_enabled": ("data_efficiency.enabled", lambda _: False),
     "autotp_size": ("tensor_parallel.autotp_size", int),
 }

@@ -1,4 +1,7 @@
-"""The loader that an engine builds for a dataset: micro-batches of this rank."""
+"""The loader that an engine builds for a dataset: micro-batches of this rank.
+
+Does not live here: the loader itself (`data`). Called by `engine.build`, and by `engine.deepspeed_io` in `members`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Under fp16 a loss must carry the loss scale: this notices a plain `loss.backward()` in a window where none was scaled."""
+"""Under fp16 a loss must carry the loss scale: this notices a plain `loss.backward()` in a window where none was scaled.
+
+Does not live here: how the scale moves (`precision.loss_scaler`). The engine scales through it; `zero.reducer` asks it when
+a backward begins.
+"""
 
 from __future__ import annotations
 

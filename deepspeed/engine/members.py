@@ -1,6 +1,8 @@
 """Documented engine members that only answer or delegate: places, counters, rates, batch sizes, loaders.
 
 They are the surface that clients of the original rely on; the story of a step is in `engine.engine`.
+
+Does not live here: questions about the config (`config_access`), saving and loading (`save_load`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What an engine is made of, chosen by `engine.build`."""
+"""What an engine is made of, chosen by `engine.build`.
+
+Does not live here: anything that runs. The engine and its mixins read it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from deepspeed.zero.reducer import GradientReducer
 
 @dataclass
 class EngineParts:
-    """The parts by role. `reducer`, `optimizer` and `client_optimizer` are None together: nothing is trained."""
+    """The parts by role. `reducer`, `optimizer` and `basic_optimizer` are None together: nothing is trained."""
 
     module: nn.Module
     config: DeepSpeedConfig

@@ -2,6 +2,8 @@
 
 Reading values costs host synchronisations and a small collective, so it happens only on steps that report: every step when
 a monitor is on, every `steps_per_print`-th otherwise, never when neither is asked for.
+
+Does not live here: stopwatches (`common.timing`), writers (`monitor`). Built by `engine.build`, called by the engine.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@
 
 A weight is stored once, in the highest precision there is: `master/<name>` where the model is 16-bit, else `module/<name>`.
 Both load into any engine, 16-bit or not.
+
+Called by users as engine methods, on all ranks.
 """
 
 from __future__ import annotations

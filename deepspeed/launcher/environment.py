@@ -4,6 +4,8 @@ Pure, but for `read_environment_files`. Values may be secrets: no error or log l
 
 [Note: order] The file is looked for in the home directory and in the working directory; both are read and the second wins.
 The file wins over the environment of the command, on one machine as on many; the places of ranks win over the file.
+
+Does not live here: the places of ranks (`placement`). `runner` calls it.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@
 [Note: a rank cannot tell] A stream of ours that is a terminal is a terminal for the rank too (progress bars, colours); when
 both our streams are the same file, the rank's are one stream, so that its lines keep their order. With a log folder a
 rank writes to its file directly.
+
+Does not live here: processes (`processes`), the report (`launch`, which calls it).
 """
 
 from __future__ import annotations

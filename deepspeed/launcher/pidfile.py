@@ -1,4 +1,7 @@
-"""The file that tells other programs the process id of a job's launcher (`--save_pid`), for the life of the job."""
+"""The file that tells other programs the process id of a job's launcher (`--save_pid`), for the life of the job.
+
+`launch` writes it; `runner` removes it after a launcher that could not.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,8 @@
 the same one. So the chooser holds a lock for the life of the job: a socket in the kernel's abstract name space, which has
 no file, belongs to the same network name space as the port, and vanishes with its process however that ends. Other
 programs are seen by trying to bind the port.
+
+Does not live here: the address, and meeting there (`comm.world`). `runner` calls it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""MonitorMaster: the writers that a config enables, on rank 0."""
+"""MonitorMaster: the writers that a config enables, on rank 0.
+
+Does not live here: the writers (`writers`), which events there are (`engine.report`). Built by `engine.build`.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 An optimizer is element-wise when the new value of an element depends on that element's own value, gradient and history
 alone (and on counters that all elements share). Then cutting a flat buffer anywhere gives the same numbers.
+
+Not here: the slices (`zero.master`). Called by `engine.build`.
 """
 
 from __future__ import annotations

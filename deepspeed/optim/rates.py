@@ -12,6 +12,8 @@ the run, both in steps. Nothing here knows an optimizer; `schedules` multiplies 
 
 Sources: warm-up, Goyal et al. (arXiv:1706.02677) section 2.2; cosine, SGDR (arXiv:1608.03983) equation 5; cycles and range
 test, Smith (arXiv:1506.01186 and arXiv:1803.09820).
+
+Called by `schedules` alone.
 """
 
 from __future__ import annotations

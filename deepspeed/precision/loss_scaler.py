@@ -9,6 +9,9 @@
 `update(overflow)` once per optimizer step with the same answer on all ranks, and plain values as state.
 
 Source: mixed precision training (arXiv:1710.03740), section 3.2, with hysteresis.
+
+Not here: putting the scale on a loss (`engine.loss_guard`), finding overflows (`zero.norm`). Built by `engine.build`,
+updated by `zero.optimizer`.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@
     state_io    optimizer state by parameter name
     access      weight, gradient and state of one parameter, for clients
 
-Today the shard axis has one rank (stage 0); see docs/adr for why stage 0 has no path of its own. Import the module that you
-need; this door loads none of them.
+Today the shard axis has one rank (stage 0); docs/adr/0007-one-path-for-every-zero-stage.md says why stage 0 has no path
+of its own. Import the module that you need; this door loads none of them.
 """
 
 from __future__ import annotations

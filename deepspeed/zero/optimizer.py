@@ -6,6 +6,9 @@
 
 It looks like the torch optimizer it wraps (`param_groups`, `state`, `defaults`, ...), so that schedules and clients can read
 and change rates; but the engine alone may step it.
+
+Does not live here: the mean (`zero.reducer`), the walk (`zero.master`), when to step (`engine.engine`, which calls it).
+Built by `engine.build`.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ r"""Mean over ranks of gradients that are zero in most rows: only the rows that 
 
 Used for `nn.Embedding(sparse=True)` and, with `sparse_gradients`, for every embedding table. The gradient itself stays a
 dense view of the flat buffer, so the optimizer and the norm need no second path.
+
+Does not live here: which tables (`engine.build`), when (`zero.reducer`, the caller).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 Tensors of a slice's size are cut at parameters; everything else ("scalars") is kept once per parameter. The names make state
 independent of layout, world size and sub-group size. Callers: `engine.save_load`, `engine.build` (a client's optimizer that
-comes with state).
+comes with state), `zero.optimizer` (which hands it back), `zero.access`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """DeepSpeedCPUAdagrad, on torch's fused CPU kernel.
 
 Source: Duchi, Hazan and Singer (JMLR 12, 2011), the diagonal form of figure 1.
+
+Not here: Adagrad on a device, which is torch's own. Built by `optim.build` for offloaded state, and by clients.
 """
 
 from __future__ import annotations

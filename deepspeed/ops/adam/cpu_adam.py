@@ -1,4 +1,7 @@
-"""DeepSpeedCPUAdam: Adam and AdamW for parameters and state in host memory."""
+"""DeepSpeedCPUAdam: Adam and AdamW for parameters and state in host memory.
+
+Not here: the step (`base`). Built by `optim.build` for offloaded state, and by clients.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""FusedAdam: Adam and AdamW on the device that holds the parameters."""
+"""FusedAdam: Adam and AdamW on the device that holds the parameters.
+
+Not here: the step (`base`). Built by `optim.build`, and by clients.
+"""
 
 from __future__ import annotations
 

@@ -8,6 +8,8 @@ The norms are those of a whole parameter, so this optimizer is not element-wise:
 Everything stays on the device; a step waits for nothing.
 
 Source: arXiv:1904.00962, algorithm 2, with phi(z) = z. The clip of the ratio is not in the paper.
+
+Not here: masters and loss scale (the engine's business). Built by `optim.build`, and by clients.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@
     m        = beta2 * m + (1 - beta2) * g
 
 Source: arXiv:2302.06675, algorithm 2.
+
+Not here: masters and loss scale (the engine's business). Built by `optim.build`, and by clients.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """OpBuilder: what is known of one operator, and the way to the module that serves it.
 
 The name is that of the documented interface, where an operator is compiled at its first use. Here `load` just imports.
+
+Not here: which operators there are (`registry`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The table of operators."""
+"""The table of operators.
+
+Not here: what a builder does (`builder`). Read by `env_report`, by `accelerator.get_op_builder` and by clients.
+"""
 
 from __future__ import annotations
 
