@@ -23,7 +23,7 @@ from deepspeed.config.arguments import config_from_args
 from deepspeed.config.load import load_config
 from deepspeed.engine.build import EngineRequest, build_engine
 from deepspeed.engine.engine import DeepSpeedEngine
-from deepspeed.errors import ArgumentError
+from deepspeed.errors import ArgumentError, UnbuiltFeatureError
 from deepspeed.topology.groups import set_current
 from deepspeed.topology.mesh import ParallelMesh
 from deepspeed.version import version
@@ -86,7 +86,7 @@ def initialize(
     dp_world_size = mpu.get_data_parallel_world_size() if hasattr(mpu, "get_data_parallel_world_size") else get_world_size()
     parsed = DeepSpeedConfig(source, mpu=mpu, dp_world_size=dp_world_size)
     if mesh_param is not None:
-        raise ArgumentError(f"initialize(mesh_param={mesh_param}): sequence parallelism is not built yet. Leave it out.")
+        raise UnbuiltFeatureError(f"initialize(mesh_param={mesh_param}): sequence parallelism is not built yet. Drop it.")
     if parsed.is_given("comms_logger"):
         configure(deepspeed_config=parsed)
     if parsed.log_level is not None:

@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import HashStore
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import discovery
 from deepspeed.comm.discovery import DEFAULT_PORT, Placement, discover
+from deepspeed.comm.exit import settle_threads_at_exit
 from deepspeed.comm.failures import NotInitializedError
 from deepspeed.comm.recorder import RECORDER, configure
 from deepspeed.common.logging import get_logger, log_dist, set_rank
@@ -129,6 +130,7 @@ def init_distributed(
         CommError: variables are missing or contradict each other, the back end is not in this torch, or ranks did not meet.
     """
     configure(deepspeed_config=config)
+    settle_threads_at_exit()
     if dist.is_initialized():
         _keep_existing_group(verbose)
         return

@@ -29,6 +29,7 @@ from deepspeed.comm.world import get_local_rank
 from deepspeed.common.logging import get_logger
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.batch import BatchSizes
+from deepspeed.config.secrets import without_secrets
 from deepspeed.engine.accumulation import Accumulation
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.loader import build_loader
@@ -291,5 +292,5 @@ def _copy_from_first_rank(module: nn.Module, trained: ZeroOptimizer | None, axis
 def _dump(engine: DeepSpeedEngine) -> None:
     if engine.global_rank == 0:
         shown = {"world_size": engine.world_size, "device": engine.device, "optimizer": engine.optimizer}
-        for name, value in {**shown, **engine.config}.items():
+        for name, value in {**shown, **without_secrets(engine.config)}.items():
             logger.info("dump_state: %s = %s", name, value)

@@ -21,9 +21,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from deepspeed import comm
 from deepspeed.checkpoint import CheckpointReader, Piece, check_tags, names, open_checkpoint, resolve_tag, write_checkpoint
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.common.logging import get_logger
+from deepspeed.config.secrets import without_secrets
 from deepspeed.engine.random_state import get_random_state, set_random_state
 from deepspeed.errors import ArgumentError, CheckpointError
 from deepspeed.sharding import even_range
@@ -180,7 +182,7 @@ class CheckpointMembers:
             "micro_steps": self.micro_steps,
             "dp_world_size": self._parts.mesh.data_parallel.size,
             "zero_stage": self._config.zero_optimization.stage,
-            "ds_config": self._config.raw,
+            "ds_config": without_secrets(self._config.raw),
             "shared_params": _shared_names(self.module),
             "has_frozen_parameters": not exclude_frozen,
             "optimizer": None if optimizer is None else _optimizer_state(optimizer),
@@ -312,13 +314,18 @@ class CheckpointMembers:
     ) -> bool:
         """Write the model's weights alone, as one file that plain PyTorch loads with `weights_only=True`.
 
+        Collective: all ranks call it, and the file is there when it returns.
+
         Returns:
             True.
         """
         state_dict = self._consolidated_16bit_state_dict(exclude_frozen_parameters)
         if state_dict is not None:
             Path(save_dir).mkdir(parents=True, exist_ok=True)
-            torch.save(state_dict, Path(save_dir, save_filename))
+            aside = Path(save_dir, f".{save_filename}.writing")
+            torch.save(state_dict, aside)
+            aside.replace(Path(save_dir, save_filename))  # a kill leaves the old file or the new one
+        comm.barrier()
         return True
 
     save_fp16_model = save_16bit_model

@@ -14,7 +14,7 @@ from pathlib import Path
 from deepspeed.common.logging import get_logger
 from deepspeed.errors import LaunchError
 
-__all__ = ["pid_file", "pid_path"]
+__all__ = ["pid_file", "pid_path", "remove_stale"]
 
 logger = get_logger(__name__)
 
@@ -22,6 +22,16 @@ logger = get_logger(__name__)
 def pid_path(runner_pid: int) -> Path:
     """The file of the job that the runner with this process id started."""
     return Path(tempfile.gettempdir()) / f"{runner_pid}.ds"
+
+
+def remove_stale(runner_pid: int) -> None:
+    """Remove our runner's file after a launcher that was killed could not; one that is somebody else's stays."""
+    path = pid_path(runner_pid)
+    try:
+        if path.stat().st_uid == os.getuid():
+            path.unlink()
+    except FileNotFoundError:
+        return
 
 
 @contextlib.contextmanager

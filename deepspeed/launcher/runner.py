@@ -39,7 +39,7 @@ from deepspeed.launcher.hostfile import (
     parse_resource_filter,
     select_first,
 )
-from deepspeed.launcher.pidfile import pid_path
+from deepspeed.launcher.pidfile import remove_stale
 from deepspeed.launcher.ports import DEFAULT_PORT, PortLease, lease_port
 from deepspeed.launcher.processes import adopting_orphans, end_processes, start_process
 
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         save_pid = os.getpid() if args.save_pid else 0
         status = _run_launcher(launch_argv(args, encode_world_info(selection), master_addr, lease.port, save_pid), environ)
     if save_pid:
-        pid_path(save_pid).unlink(missing_ok=True)  # a launcher that was killed could not
+        remove_stale(save_pid)
     return status
 
 

@@ -165,6 +165,14 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
         """Whether the last update was skipped; the same as `overflow`, under its other documented name."""
         return self.overflow
 
+    @skip_step.setter
+    def skip_step(self, value: bool) -> None:
+        self.overflow = value
+
+    def check_overflow(self, external: bool = False) -> bool:
+        """Whether the last update was skipped for a non-finite gradient; the check itself is part of every update."""
+        return self.overflow
+
     @property
     def dynamic_loss_scale(self) -> bool:
         """Whether the loss scale adapts itself."""

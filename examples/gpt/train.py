@@ -100,8 +100,9 @@ def load_corpus(args: argparse.Namespace) -> Corpus:
     """Rank 0 prepares the text for a new run and clears away an earlier run's results; then every rank loads it."""
     path = args.out / "text.npz"
     if comm.get_rank() == 0 and not args.resume:
-        for name in ("csv", "tensorboard", "checkpoints"):
-            shutil.rmtree(args.out / name, ignore_errors=True)
+        if path.exists():  # this folder holds an earlier run of ours, not something else of the user's
+            for name in ("csv", "tensorboard", "checkpoints"):
+                shutil.rmtree(args.out / name, ignore_errors=True)
         prepare(args.data, args.vocab).save(path)
     comm.barrier()
     return Corpus.load(path)
