@@ -5,6 +5,6 @@ piece of which parameter lies in any range. Everything that needs an offset (mem
 simulations) asks here.
 """
 
-from deepspeed.sharding.layout import Bucket, FlatLayout, Fragment, Slot, even_range
+from deepspeed.sharding.layout import Bucket, FlatLayout, Fragment, Slot, effective_bucket_numel, even_range
 
-__all__ = ["Bucket", "FlatLayout", "Fragment", "Slot", "even_range"]
+__all__ = ["Bucket", "FlatLayout", "Fragment", "Slot", "effective_bucket_numel", "even_range"]

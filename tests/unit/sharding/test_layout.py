@@ -92,4 +92,4 @@ def test_a_175_billion_parameter_model_is_planned_for_1024_ranks() -> None:
 @pytest.mark.parametrize("bad", [{"bucket_numel": 0}, {"alignment": 0}, {"world_size": 0}])
 def test_senseless_sizes_are_refused(bad: dict[str, int]) -> None:
     with pytest.raises(ArgumentError, match="at least"):
-        FlatLayout.plan([1], **{"bucket_numel": 1, **bad})
+        FlatLayout.plan([1], **{"bucket_numel": 1, "alignment": 1, "world_size": 1, **bad}, units=None)
