@@ -7,6 +7,7 @@ one-process reference build the same thing without talking to each other.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -27,7 +28,9 @@ class TinyModel(nn.Module):
 
     def batch(self, rows: int, seed: int) -> Batch:
         """Return inputs and targets for regression, both (rows, VALUES), in the dtype of the model's parameters."""
-        generator = torch.Generator().manual_seed(seed)
+        return self._regression(rows, torch.Generator().manual_seed(seed))
+
+    def _regression(self, rows: int, generator: torch.Generator) -> Batch:
         shape = (2, rows, self.VALUES)
         inputs, targets = torch.randn(shape, generator=generator, dtype=torch.float64).to(self.dtype)
         return inputs, targets
@@ -67,6 +70,48 @@ class TiedLm(TinyModel):
         return F.cross_entropy(self.head(hidden).flatten(0, 1), tokens[:, 1:].flatten())
 
 
+class TiedGpt(TinyModel):
+    """A small GPT: tied embedding, a parameter of the root itself (positions), layer norms, blocks in a ModuleList."""
+
+    POSITIONS = 5
+
+    def __init__(self, width: int = 6, blocks: int = 2) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(self.VOCABULARY, width)
+        self.positions = nn.Parameter(torch.randn(self.POSITIONS - 1, width) * 0.1)
+        self.blocks = nn.ModuleList(GptBlock(width) for _ in range(blocks))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, self.VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def batch(self, rows: int, seed: int) -> Batch:
+        return _tokens(self.VOCABULARY, rows, seed, self.POSITIONS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens[:, :-1]) + self.positions
+        for block in self.blocks:
+            hidden = block(hidden)
+        return F.cross_entropy(self.head(self.norm(hidden)).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class GptBlock(nn.Module):
+    """Causal attention with one head, then two linear layers, each after a layer norm and around a residual."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        query, key, value = self.qkv(self.norm_1(hidden)).chunk(3, dim=-1)
+        positions = hidden.shape[1]
+        future = torch.ones(positions, positions, dtype=torch.bool).triu(1)
+        scores = (query @ key.transpose(1, 2) / math.sqrt(hidden.shape[2])).masked_fill(future, -math.inf)
+        hidden = hidden + self.project(scores.softmax(-1) @ value)
+        return hidden + self.down(torch.tanh(self.up(self.norm_2(hidden))))
+
+
 class SparseEmbedding(TinyModel):
     """An embedding with sparse gradients, as `sparse_gradients` is for, before a dense layer."""
 
@@ -88,6 +133,51 @@ class PartlyFrozen(Mlp):
     def __init__(self, hidden: int = 13) -> None:
         super().__init__(hidden)
         self.first.requires_grad_(False)
+
+
+class LoraLinear(nn.Module):
+    """A frozen linear layer with a trained adapter of two narrow factors beside it."""
+
+    def __init__(self, inputs: int, outputs: int, rank: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(inputs, outputs)
+        self.base.requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(rank, inputs) / math.sqrt(inputs))
+        self.up = nn.Parameter(torch.randn(outputs, rank) * 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + F.linear(F.linear(x, self.down), self.up)
+
+
+class Lora(TinyModel):
+    """Two adapted layers: each frozen weight has `VALUES * hidden` elements, each trained factor at most `rank * hidden`."""
+
+    def __init__(self, hidden: int = 32, rank: int = 2) -> None:
+        super().__init__()
+        self.first = LoraLinear(self.VALUES, hidden, rank)
+        self.second = LoraLinear(hidden, self.VALUES, rank)
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return F.mse_loss(self.second(torch.tanh(self.first(inputs))), targets)
+
+
+class Branching(Mlp):
+    """An Mlp with a branch that the batch switches: for a micro-batch some ranks, all or none may use it."""
+
+    def __init__(self, hidden: int = 13) -> None:
+        super().__init__(hidden)
+        self.branch = nn.Linear(self.VALUES, hidden)
+
+    def batch(self, rows: int, seed: int) -> Batch:
+        """Inputs, targets and a boolean: with the branch or without."""
+        generator = torch.Generator().manual_seed(seed)
+        return *self._regression(rows, generator), torch.rand((), generator=generator) < 0.4
+
+    def forward(self, inputs: Tensor, targets: Tensor, with_branch: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(inputs))
+        if with_branch:
+            hidden = hidden + torch.tanh(self.branch(inputs))
+        return F.mse_loss(self.second(hidden), targets)
 
 
 class WithEmptyParameter(Mlp):
@@ -144,6 +234,14 @@ def make_batches(
     seeds = iter(range(seed * 1_000_003, (seed + 1) * 1_000_003))
     return [
         [[model.batch(rows, next(seeds)) for _ in range(world_size)] for _ in range(micro_batches)] for _ in range(steps)
+    ]
+
+
+def cast_batches(batches: Batches, dtype: torch.dtype) -> Batches:
+    """Return `batches` with floating-point tensors in `dtype` and all others as they are."""
+    return [
+        [[tuple(t.to(dtype) if t.is_floating_point() else t for t in batch) for batch in micro] for micro in step]
+        for step in batches
     ]
 
 

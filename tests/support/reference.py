@@ -1,12 +1,20 @@
 """What training must come to: the same model on the same global batch, in one process, with plain PyTorch.
 
-No line of the library is used here. The mean gradient over ranks is formed rank by rank, so that 16-bit gradients round
-where data-parallel ranks round them: each rank adds up its micro-batches in the dtype of the model, then the ranks are
-averaged.
+No line of the library is used here. Gradients round where data-parallel ranks round them:
+
+    ZeRO stages 0, 1    each rank adds up its micro-batches (accumulation dtype); at the end the mean over ranks
+    ZeRO stages 2, 3    the mean over ranks of each micro-batch; the means are added up (accumulation dtype)
+
+    mean                what each rank brings, rounded to the communication dtype, added in rank order in at least fp32,
+                        divided, rounded to the communication dtype
+    update              mean x factor in the masters' dtype; factor = 1 / (micro-batches x loss scale) x clip coefficient
+
+Called by tests of whole trainings; models and batches are `tests.support.models`.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -49,7 +57,10 @@ def train_reference(
     clip: float | None = None,
     dtype: torch.dtype | None = None,
     loss_scale: float = 1.0,
-    reduce_dtype: torch.dtype | None = None,
+    accumulation_dtype: torch.dtype | None = None,
+    communication_dtype: torch.dtype | None = None,
+    averages_each_micro_batch: bool = False,
+    unused_counts_as_zero: bool = False,
     scheduler_factory: Callable[[torch.optim.Optimizer], Any] | None = None,
 ) -> Reference:
     """Train `model` in place and return what came of it.
@@ -63,7 +74,11 @@ def train_reference(
         dtype: train the model in this dtype with fp32 masters (copies of the weights before rounding them to `dtype`,
             which for a model already in `dtype` are the rounded ones). None: the optimizer works on the weights themselves.
         loss_scale: factor on the loss in backward, taken out again after the gradients are in the masters' dtype.
-        reduce_dtype: dtype in which ranks are averaged; None for the gradients' own.
+        accumulation_dtype: dtype in which micro-batches are added up; None for the gradients' own.
+        communication_dtype: dtype in which gradients travel; None for the gradients' own, whatever they are added up in.
+        averages_each_micro_batch: average over ranks before adding up micro-batches, as ZeRO stages 2 and 3 do.
+        unused_counts_as_zero: a parameter that no rank used in a step has the gradient zero, so that its moments decay;
+            off, plain torch's way: the optimizer passes it over.
         scheduler_factory: makes a schedule that is stepped after each optimizer step.
     """
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -73,14 +88,17 @@ def train_reference(
         model.to(dtype)
     optimizer = optimizer_factory(masters.values())
     scheduler = scheduler_factory(optimizer) if scheduler_factory is not None else None
+    averager = _Averager(accumulation_dtype, communication_dtype, averages_each_micro_batch)
     outcome = Reference()
     for step in batches[:steps]:
-        loss, gradients = _mean_gradients(model, step, loss_scale, reduce_dtype)
+        loss, gradients = _mean_gradients(model, step, loss_scale, averager)
         for name, master in masters.items():
             gradient = gradients[name]
-            master.grad = None if gradient is None else gradient.to(master.dtype) / (loss_scale * len(step))
+            if gradient is None and unused_counts_as_zero:
+                gradient = torch.zeros_like(master)
+            master.grad = None if gradient is None else gradient.to(master.dtype, copy=True)
         outcome.losses.append(loss)
-        outcome.norms.append(_clip(masters.values(), clip))
+        outcome.norms.append(_scale_and_clip(masters.values(), 1.0 / (loss_scale * len(step)), clip))
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
@@ -108,31 +126,64 @@ def relative_difference(got: dict[str, Tensor], want: dict[str, Tensor]) -> floa
     return difference / largest if difference else 0.0
 
 
+@dataclass(frozen=True)
+class _Averager:
+    """Where gradients are rounded on their way from ranks and micro-batches to one mean."""
+
+    accumulation_dtype: torch.dtype | None
+    communication_dtype: torch.dtype | None
+    is_per_micro_batch: bool
+
+    def mean(self, per_micro_batch: Sequence[Sequence[Tensor | None]]) -> Tensor | None:
+        """Sum over micro-batches of the mean over ranks of `per_micro_batch[micro_batch][rank]`; None where all are None."""
+        own = next((g.dtype for per_rank in per_micro_batch for g in per_rank if g is not None), None)
+        if own is None:
+            return None
+        if self.is_per_micro_batch:
+            return self._sum([self._over_ranks(per_rank, own) for per_rank in per_micro_batch])
+        return self._over_ranks([self._sum(of_rank) for of_rank in zip(*per_micro_batch, strict=True)], own)
+
+    def _sum(self, gradients: Sequence[Tensor | None]) -> Tensor | None:
+        kept = [g.to(self.accumulation_dtype or g.dtype) for g in gradients if g is not None]
+        return functools.reduce(torch.add, kept) if kept else None
+
+    def _over_ranks(self, gradients: Sequence[Tensor | None], own: torch.dtype) -> Tensor | None:
+        present = [g for g in gradients if g is not None]
+        if not present or len(gradients) == 1:
+            return present[0] if present else None
+        sent = self.communication_dtype or own
+        wide = torch.promote_types(torch.promote_types(sent, present[0].dtype), torch.float32)
+        total = torch.zeros_like(present[0], dtype=wide)
+        for gradient in present:
+            total += gradient.to(sent).to(wide)
+        return (total / len(gradients)).to(sent).to(self.accumulation_dtype or own)
+
+
 def _mean_gradients(
-    model: nn.Module, step: Sequence[Sequence[tuple[Any, ...]]], loss_scale: float, reduce_dtype: torch.dtype | None
+    model: nn.Module, step: Sequence[Sequence[tuple[Any, ...]]], loss_scale: float, averager: _Averager
 ) -> tuple[float, dict[str, Tensor | None]]:
-    """Return the mean loss, and the mean over ranks of each rank's sum over micro-batches of the scaled gradient."""
-    world_size = len(step[0])
+    """Return the mean loss, and per name the sum over micro-batches of the mean over ranks of the scaled gradient."""
+    found: dict[str, list[list[Tensor | None]]] = {name: [[] for _ in step] for name, _ in model.named_parameters()}
     total_loss = 0.0
-    sums: dict[str, Tensor | None] = {name: None for name, _ in model.named_parameters()}
-    for rank in range(world_size):
-        model.zero_grad(set_to_none=True)
-        for micro_batch in step:
-            loss = model(*micro_batch[rank])
+    for number, micro_batch in enumerate(step):
+        for batch in micro_batch:
+            model.zero_grad(set_to_none=True)
+            loss = model(*batch)
             (loss * loss_scale).backward()
             total_loss += loss.item()
-        for name, parameter in model.named_parameters():
-            if parameter.grad is not None:
-                gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
-                gradient = gradient.to(reduce_dtype or gradient.dtype, copy=True)
-                before = sums[name]
-                sums[name] = gradient if before is None else before + gradient
+            for name, parameter in model.named_parameters():
+                gradient = parameter.grad
+                is_sparse = gradient is not None and gradient.is_sparse
+                found[name][number].append(gradient.to_dense() if gradient is not None and is_sparse else gradient)
     model.zero_grad(set_to_none=True)
-    means = {name: None if total is None else total / world_size for name, total in sums.items()}
-    return total_loss / (world_size * len(step)), means
+    return total_loss / (len(step[0]) * len(step)), {name: averager.mean(each) for name, each in found.items()}
 
 
-def _clip(parameters: Iterable[nn.Parameter], clip: float | None) -> float:
-    kept = list(parameters)
-    norm = torch.nn.utils.clip_grad_norm_(kept, math.inf if clip is None else clip)
-    return norm.item()
+def _scale_and_clip(masters: Iterable[nn.Parameter], factor: float, clip: float | None) -> float:
+    """Multiply gradients by `factor` and the clip coefficient in one product; return the norm between the two."""
+    gradients = [p.grad for p in masters if p.grad is not None]
+    norm = factor * math.sqrt(sum(g.double().square().sum().item() for g in gradients))
+    factor *= 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))  # the epsilon of torch.nn.utils.clip_grad_norm_
+    for gradient in gradients:
+        gradient.mul_(factor)
+    return norm

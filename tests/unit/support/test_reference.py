@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -57,7 +58,7 @@ def test_sixteen_bit_training_keeps_masters_and_rounds_the_model(dtype: torch.dt
     model = models.build(models.Mlp)
     full = train_reference(models.build(models.Mlp), SGD, models.make_batches(model, steps=4))
     batches = [[[tuple(t.to(dtype) for t in b) for b in m] for m in s] for s in models.make_batches(model, steps=4)]
-    outcome = train_reference(model, SGD, batches, dtype=dtype, loss_scale=64.0, reduce_dtype=torch.float32)
+    outcome = train_reference(model, SGD, batches, dtype=dtype, loss_scale=64.0, communication_dtype=torch.float32)
     assert {w.dtype for w in outcome.weights.values()} == {torch.float32}
     assert all(torch.equal(outcome.weights[n].to(dtype), w) for n, w in outcome.model_weights.items())
     # bf16 keeps 8 bits: 2**-8 per rounding, four steps
@@ -83,6 +84,76 @@ def test_the_schedule_is_stepped_once_per_step() -> None:
     outcome = train_reference(model, SGD, models.make_batches(model, steps=3), scheduler_factory=schedule)
     assert rates == [0, 1, 2, 3]
     assert relative_difference(outcome.weights, before) == 0.0
+
+
+class OneWeight(torch.nn.Module):
+    """The loss is weight x input, so the gradient is the input: what is averaged can be chosen digit by digit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x
+
+
+def _update(gradients: list[list[float]], **options: Any) -> float:
+    """The mean gradient that one step of SGD at rate 1 takes in bf16, from `gradients[micro_batch][rank]`."""
+    step = [[(torch.tensor(g, dtype=torch.bfloat16),) for g in micro] for micro in gradients]
+    one = partial(torch.optim.SGD, lr=1.0)
+    return -train_reference(OneWeight(), one, [step], dtype=torch.bfloat16, **options).weights["weight"].item()
+
+
+def test_micro_batches_are_added_in_the_accumulation_dtype() -> None:
+    # bf16 has 8 bits: 1 + 1/256 lies between 1 and 1 + 1/128 and rounds to even, 1; its half is then 0.5.
+    gradients = [[1.0], [1 / 256]]
+    assert _update(gradients) == 0.5
+    assert _update(gradients, accumulation_dtype=torch.float32) == 0.5 + 1 / 512
+
+
+def test_ranks_are_added_wide_and_the_mean_is_rounded_to_what_travels() -> None:
+    # Added in bf16 step by step, 1 + 1/256 + 1/256 + 0 would be 1; in fp32 it is 1 + 1/128, and a quarter of that exists.
+    assert _update([[1.0, 1 / 256, 1 / 256, 0.0]]) == 0.25 + 1 / 512
+    # (1 + 1/256) / 2 does not exist in bf16: it rounds to 0.5, unless both what travels and what accumulates are wider.
+    assert _update([[1.0, 1 / 256]]) == 0.5
+    wide = {"communication_dtype": torch.float32, "accumulation_dtype": torch.float32}
+    assert _update([[1.0, 1 / 256]], **wide) == 0.5 + 1 / 512
+    assert _update([[1.0, 1 / 256]], communication_dtype=torch.float32) == 0.5
+    assert _update([[1.0, 1 / 256]], accumulation_dtype=torch.float32) == 0.5
+
+
+def test_where_ranks_are_averaged_decides_what_is_rounded() -> None:
+    # Rank 0 brings 1 and 1/256, rank 1 nothing. Accumulated in bf16 the small one is lost either way.
+    gradients = [[1.0, 0.0], [1 / 256, 0.0]]
+    assert _update(gradients) == 0.25
+    assert _update(gradients, averages_each_micro_batch=True) == 0.25
+    # In fp32 the means 0.5 and 1/512 are added exactly; the mean of the exact sum is rounded when it travels.
+    wide = {"accumulation_dtype": torch.float32}
+    assert _update(gradients, averages_each_micro_batch=True, **wide) == (0.5 + 1 / 512) / 2
+    assert _update(gradients, **wide) == 0.25
+
+
+def test_the_place_of_the_average_does_not_matter_in_float64() -> None:
+    outcomes = []
+    for each in (False, True):
+        model = models.build(models.TiedGpt, dtype=torch.float64)
+        batches = models.make_batches(model, steps=3, micro_batches=3, world_size=3)
+        outcomes.append(train_reference(model, ADAM, batches, averages_each_micro_batch=each))
+    assert relative_difference(outcomes[0].weights, outcomes[1].weights) < 1e-12
+
+
+def test_a_parameter_that_nothing_used_is_passed_over_or_has_the_gradient_zero() -> None:
+    outcomes = []
+    for zero in (False, True):
+        model = models.build(models.WithUnusedParameter)
+        batches = models.make_batches(model, steps=2)
+        outcomes.append(train_reference(model, ADAM, batches, unused_counts_as_zero=zero))
+    passed_over, zeroed = outcomes
+    start = models.build(models.WithUnusedParameter).unused.weight
+    assert torch.equal(passed_over.weights["unused.weight"], start)
+    assert "unused.weight" not in passed_over.state
+    assert not torch.equal(zeroed.weights["unused.weight"], start)  # weight decay
+    assert not zeroed.state["unused.weight"]["exp_avg"].any()
 
 
 def test_relative_difference_sees_names_shapes_and_nan() -> None:
