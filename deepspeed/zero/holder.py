@@ -4,7 +4,7 @@
                                       drop     ... until each fetch was undone
                                       store    whole values of one rank become everybody's shards
 
-Lives here: the protocol and the one back-reference from a parameter. `zero.gather` and `zero.access` ask; they never need to know
+Lives here: the protocol and the back-reference from a parameter. `zero.gather` and `zero.access` ask; they need not know
 which holder it is.
 """
 
@@ -30,7 +30,7 @@ class ParameterHolder(Protocol):
         """Undo one `fetch` of each; without any left, `param.data` is empty again and unsaved edits are gone."""
 
     def store(self, params: Sequence[nn.Parameter], source_rank: int) -> None:
-        """Of fetched parameters: give all ranks the values of global rank `source_rank`, and keep them as shards (and masters)."""
+        """Give all ranks the fetched values of global rank `source_rank`, and keep them as shards (and masters)."""
 
 
 def holder_of(param: nn.Parameter) -> ParameterHolder | None:
