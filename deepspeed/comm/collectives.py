@@ -309,6 +309,55 @@ def broadcast(tensor: torch.Tensor, src: int, group: Group = None, async_op: boo
     return dist.broadcast(tensor, src, group, async_op)
 
 
+# -------------------------------------------------------------------- ranges of flat buffers
+
+
+def _in_effect(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Give a call the name of the collective that it amounts to, in the log and in errors.
+
+    Whatever carries it, the log shows one call per range with the bytes of the whole range.
+    """
+
+    def rename(function: Callable[P, R]) -> Callable[P, R]:
+        function.__name__ = name
+        return function
+
+    return rename
+
+
+@_watched("tensor")
+@_in_effect("reduce_scatter_tensor")
+def reduce_scatter_range(part: torch.Tensor, tensor: torch.Tensor, op: Any = SUM, group: Group = None) -> Any:
+    """Start to reduce `tensor` over the group, `part` (1/size of it) on each rank. Returns the `Work`."""
+    return _reduce_scatter_single(part, tensor, op, group, True)
+
+
+@_watched("tensor")
+@_in_effect("reduce_scatter_tensor")
+def exchange_range(received: torch.Tensor, tensor: torch.Tensor, group: Group = None) -> Any:
+    """Start to send the i-th equal part of `tensor` to group rank i, and to receive what all send here, in rank order.
+
+    Returns the `Work`; the caller adds up. Both are contiguous, of any dtype: bytes travel.
+    """
+    return dist.all_to_all_single(received.view(torch.uint8), tensor.view(torch.uint8), group=group, async_op=True)
+
+
+@_watched("tensor")
+@_in_effect("all_gather_into_tensor")
+def gather_range(tensor: torch.Tensor, part: torch.Tensor, group: Group = None) -> Any:
+    """Start to gather every rank's `part` into `tensor`, in rank order; a part may be its own place. Returns the `Work`."""
+    return _all_gather_single(tensor, part, group, True)
+
+
+@_watched("tensor")
+@_in_effect("all_gather_into_tensor")
+def broadcast_range(tensor: torch.Tensor, group: Group = None) -> list[Any]:
+    """Start to complete `tensor`, of which group rank i has the i-th equal part: one broadcast each. Returns all `Work`."""
+    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    parts = tensor.view(torch.uint8).chunk(len(ranks))
+    return [dist.broadcast(part, rank, group, True) for part, rank in zip(parts, ranks, strict=True)]
+
+
 # -------------------------------------------------------------------- messages between two ranks
 
 

@@ -2,7 +2,7 @@
 
 Lives here: `MeanRule` (division before and after the sum), `own_part` (how ranks share one range) and `BlockMean` (the
 mean of rows that one process can see, block by block). Does not live here: anything that waits for another rank; that is
-`comm.algorithms` and `comm.shared_memory`, which call this.
+`comm.algorithms` and what it chooses from, which call this.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def own_part(start: int, stop: int, rank: int, world_size: int, alignment: int =
 
 
 class BlockMean:
-    """Mean of equally long rows, written back into every row, block by block.
+    """Mean of equally long rows, block by block: into every row, or into one shard.
 
     The sum runs in the order of the rows, so every process that computes an element gets the same bits. It is kept in fp32
     (float64 for float64 rows or communication) and rounded once: to the communication dtype, then to the rows' dtype.
@@ -91,14 +91,13 @@ class BlockMean:
     """
 
     def __init__(self, dtype: torch.dtype, communication_dtype: torch.dtype, rule: MeanRule) -> None:
-        """Allocate one to three blocks of scratch, unless rows can be added in place."""
+        """Allocate blocks of scratch; memory that is never written costs nothing."""
         self._rule = rule
         wide = torch.promote_types(torch.promote_types(dtype, communication_dtype), torch.float32)
         is_plain = communication_dtype is dtype
-        self._in_place = is_plain and wide is dtype
+        self._is_wide = is_plain and wide is dtype
         self._is_pair = is_plain and dtype.itemsize == 2 and rule.world_size == 2 and rule.before == 1.0
-        if self._in_place or self._is_pair:
-            return
+        self._row = torch.empty(BLOCK_NUMEL, dtype=dtype)
         self._sum = torch.empty(BLOCK_NUMEL, dtype=wide)
         self._term = torch.empty(BLOCK_NUMEL, dtype=wide)
         # A contribution is rounded to what would travel; where that changes nothing the pass is left out.
@@ -106,27 +105,73 @@ class BlockMean:
         self._sent = torch.empty(BLOCK_NUMEL, dtype=communication_dtype) if is_rounded else None
 
     def write(self, rows: Sequence[torch.Tensor], start: int, stop: int) -> None:
-        """Set `[start, stop)` of every row to the mean over the rows. `rows`: 1-D, as many as the rule's world size."""
+        """Set `[start, stop)` of every row to the mean over the rows.
+
+        `rows`: 1-D, as many as the rule's world size, at least two.
+        """
         for low in range(start, stop, BLOCK_NUMEL):
             high = min(stop, low + BLOCK_NUMEL)
             blocks = [row[low:high] for row in rows]
-            if self._is_pair:
-                blocks[0].lerp_(blocks[1], 0.5)  # [Note: two 16-bit rows]
-            elif self._in_place:
-                self._add_in_place(blocks)
-            else:
-                self._add_in_scratch(blocks, high - low)
+            self._mean(blocks, blocks[0])
             for other in blocks[1:]:
                 other.copy_(blocks[0])
 
-    def _add_in_place(self, blocks: list[torch.Tensor]) -> None:
-        for block in blocks:
-            divide_(block, self._rule.before)
-        for block in blocks[1:]:
-            blocks[0].add_(block)
-        divide_(blocks[0], self._rule.after)
+    def reduce(
+        self, rows: Sequence[torch.Tensor], start: int, stop: int, into: torch.Tensor, accumulate: bool = False
+    ) -> None:
+        """Set `into`, or add to it, the mean over `[start, stop)` of the rows, which are read only.
 
-    def _add_in_scratch(self, blocks: list[torch.Tensor], numel: int) -> None:
+        Args:
+            rows: as for `write`; in the rows' dtype or in that of communication.
+            start: first element.
+            stop: one past the last.
+            into: 1-D, `stop - start` elements of any floating dtype; it may be that range of one of the rows.
+            accumulate: add instead.
+        """
+        is_direct = into.dtype is self._row.dtype and not accumulate
+        for low in range(start, stop, BLOCK_NUMEL):
+            high = min(stop, low + BLOCK_NUMEL)
+            blocks = [row[low:high] for row in rows]
+            target = into[low - start : high - start]
+            if is_direct:
+                self._mean(blocks, target)
+                continue
+            mean = self._row[: high - low]
+            self._mean(blocks, mean)
+            if not accumulate:
+                target.copy_(mean)
+            elif target.dtype is self._term.dtype and target.dtype is not mean.dtype:
+                target.add_(self._term[: high - low].copy_(mean))  # faster than an addition of two dtypes
+            else:
+                target.add_(mean)
+
+    def _mean(self, blocks: list[torch.Tensor], out: torch.Tensor) -> None:
+        """Set `out`, of the rows' dtype, to the mean of the blocks; it may be one of them, since it is written last."""
+        if self._is_pair:
+            torch.lerp(blocks[0], blocks[1], 0.5, out=out)  # [Note: two 16-bit rows]
+        elif self._is_wide:
+            self._add(blocks, out)
+            divide_(out, self._rule.after)
+        else:
+            self._add_in_scratch(blocks, out)
+
+    def _add(self, blocks: list[torch.Tensor], out: torch.Tensor) -> None:
+        numel = len(out)
+        total = self._divided(blocks[0], self._sum)
+        for block in blocks[1:-1]:
+            total = torch.add(total, self._divided(block, self._term), out=self._sum[:numel])
+        torch.add(total, self._divided(blocks[-1], self._term), out=out)
+
+    def _divided(self, block: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+        """The block as it goes into the sum: itself where nothing is divided before, else a copy."""
+        if self._rule.before == 1.0:
+            return block
+        copy = scratch[: len(block)].copy_(block)
+        divide_(copy, self._rule.before)
+        return copy
+
+    def _add_in_scratch(self, blocks: list[torch.Tensor], out: torch.Tensor) -> None:
+        numel = len(out)
         total, term = self._sum[:numel], self._term[:numel]
         sent = None if self._sent is None else self._sent[:numel]
         self._load(blocks[0], total, sent)
@@ -134,10 +179,7 @@ class BlockMean:
             self._load(block, term, sent)
             total.add_(term)
         divide_(total, self._rule.after)
-        if sent is None:
-            blocks[0].copy_(total)
-        else:
-            blocks[0].copy_(sent.copy_(total))
+        out.copy_(total if sent is None else sent.copy_(total))
 
     def _load(self, block: torch.Tensor, into: torch.Tensor, sent: torch.Tensor | None) -> None:
         if sent is None:

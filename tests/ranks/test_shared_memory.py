@@ -18,7 +18,7 @@ import torch.distributed as dist
 from deepspeed.comm import shared_memory
 from deepspeed.comm.algorithms import BackendReducer, FlatAllReducer, flat_all_reducer
 from deepspeed.comm.recorder import RECORDER
-from deepspeed.comm.shared_memory import SharedMemoryReducer
+from deepspeed.comm.shared_reducer import SharedMemoryReducer
 from deepspeed.errors import CommError
 from tests.support.ranks import RanksFailed, run_ranks
 

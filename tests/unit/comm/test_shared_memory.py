@@ -15,9 +15,11 @@ import pytest
 import torch
 
 from deepspeed.comm import shared_memory
+from deepspeed.comm.board import Board
 from deepspeed.comm.mean import MeanRule
 from deepspeed.comm.patience import Patience
-from deepspeed.comm.shared_memory import Board, Gather, SharedMemory, SharedMemoryReducer, share_memory
+from deepspeed.comm.shared_memory import Gather, SharedMemory, share_memory
+from deepspeed.comm.shared_reducer import SharedMemoryReducer, _RangeWork
 from deepspeed.errors import ArgumentError, CommError, UsageError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memfd and /proc exist on Linux alone")
@@ -65,7 +67,7 @@ def _reducers(world_size: int = 2, timeout_seconds: float = 0.3, numel: int = 10
     return reducers
 
 
-def _wait_all(works: list[shared_memory._RangeWork]) -> None:
+def _wait_all(works: list[_RangeWork]) -> None:
     with ThreadPoolExecutor(len(works)) as threads:
         list(threads.map(lambda work: work.wait(), works))
 
@@ -250,7 +252,7 @@ def test_a_rank_that_left_is_named_before_the_time_is_over() -> None:
     work = first.launch(0, 10)
     second.close()
 
-    with pytest.raises(CommError, match="cannot complete: rank 11 closed its reducer or ended"):
+    with pytest.raises(CommError, match="cannot complete: rank 11 closed its gradient reducer or ended"):
         work.wait()
 
 
@@ -260,13 +262,13 @@ def test_a_reducer_dropped_without_close_counts_as_left() -> None:
     del second
     gc.collect()
 
-    with pytest.raises(CommError, match="rank 11 closed its reducer or ended"):
+    with pytest.raises(CommError, match="rank 11 closed its gradient reducer or ended"):
         work.wait()
 
 
 def test_a_failure_travels_to_the_ranks_that_still_wait() -> None:
     first, second, third = _reducers(3, timeout_seconds=0.3)
-    second._patience = Patience(60)
+    second._peers.patience = Patience(60)
     works = [first.launch(0, 10), second.launch(0, 10)]
 
     with pytest.raises(CommError, match=r"waiting for rank\(s\) \[12\]"):

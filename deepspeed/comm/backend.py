@@ -1,0 +1,299 @@
+"""Flat buffers through the back end: one asynchronous collective per range, for devices and for ranks on several hosts.
+
+    BackendReducer            all-reduce, in place
+    BackendReduceScatterer    nccl and its like: reduce-scatter          gloo: every rank sends each other rank its part of
+                                                                         the range; the sum is taken here, in rank order
+    BackendGatherer           nccl and its like: all-gather              gloo: one broadcast per owner
+
+Lives here: what is asked of the back end, and what is done with its answer inside `wait`. Does not live here: the calls
+themselves (`comm.collectives`), the choice (`comm.algorithms`, the only caller), the arithmetic (`comm.mean`).
+
+gloo's own reduce-scatter and all-gather take three to four times as long as these exchanges (benchmarks/comm_algorithms.py),
+and its sums round at each hop where ours round once, to the bits that ranks sharing memory get.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deepspeed.comm import collectives
+from deepspeed.comm.failures import WHERE_TO_LOOK
+from deepspeed.comm.flat import DONE, Publication, ShardWork, Work, check_gathered, check_parts, check_target
+from deepspeed.comm.mean import BlockMean, MeanRule, check_range, divide_, own_part
+from deepspeed.errors import CommError, UsageError
+
+__all__ = ["BackendGatherer", "BackendReduceScatterer", "BackendReducer", "backend_name"]
+
+
+def backend_name(group: dist.ProcessGroup | None, device: torch.device) -> str:
+    """Name of the back end that serves tensors on `device` in a group; one group may have several."""
+    group = group if group is not None else dist.group.WORLD
+    assert group is not None  # torch.distributed is initialized
+    return str(group._get_backend(device).name()).lower()
+
+
+def _takes_means(rule: MeanRule, backend: str) -> bool:
+    """Whether the back end divides by itself, in the kernel that adds; of torch's own only nccl does."""
+    return rule.before == 1.0 and backend == "nccl"
+
+
+class BackendReducer:
+    """The reducer that asks the back end: one asynchronous all-reduce per range, in place."""
+
+    def __init__(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+        ranks: Sequence[int],
+        rule: MeanRule,
+        communication_dtype: torch.dtype,
+        timeout_seconds: float | None = None,
+    ) -> None:
+        """Allocate the buffer; parameters as in `flat_all_reducer`, `ranks` being the global rank of each group rank."""
+        self.buffer = torch.zeros(numel, dtype=dtype, device=device)
+        self._group = group
+        self._ranks = ranks
+        self._dtype = communication_dtype
+        self._timeout = _limit(timeout_seconds)
+        is_plain = _takes_means(rule, dist.get_backend(group))
+        self._op = dist.ReduceOp.AVG if is_plain else dist.ReduceOp.SUM
+        self._before, self._after = (1.0, 1.0) if is_plain else (rule.before, rule.after)
+
+    def launch(self, start: int, stop: int) -> Work:
+        """See `FlatAllReducer`.
+
+        Raises:
+            ArgumentError: the range is not inside the buffer.
+            CommError: the back end refuses.
+        """
+        check_range(start, stop, self.buffer.numel())
+        if start == stop:
+            return DONE
+        target = self.buffer[start:stop]
+        sent = target.to(self._dtype)  # the target itself where the dtype is the same
+        divide_(sent, self._before)
+        handle = collectives.all_reduce(sent, self._op, self._group, async_op=True)
+
+        def finish() -> None:
+            divide_(sent, self._after)
+            if sent is not target:
+                target.copy_(sent)
+
+        what = f"the mean of gradient elements [{start}, {stop}) of {self.buffer.numel()}"
+        return _BackendWork([handle], self._timeout, finish, what, self._ranks)
+
+    def close(self) -> None:
+        """See `FlatAllReducer`."""
+
+
+class BackendReduceScatterer:
+    """The reduce-scatterer that asks the back end: one asynchronous call per range."""
+
+    def __init__(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+        ranks: Sequence[int],
+        rule: MeanRule,
+        communication_dtype: torch.dtype,
+        timeout_seconds: float | None = None,
+    ) -> None:
+        """Allocate the buffer; parameters as for `BackendReducer`."""
+        self.buffer = torch.zeros(numel, dtype=dtype, device=device)
+        self._group = group
+        self._ranks = ranks
+        self._rank = dist.get_rank(group)
+        self._dtype = communication_dtype
+        self._timeout = _limit(timeout_seconds)
+        backend = backend_name(group, device)
+        self._mean = BlockMean(dtype, communication_dtype, rule) if backend == "gloo" else None
+        is_plain = _takes_means(rule, backend)
+        self._op = dist.ReduceOp.AVG if is_plain else dist.ReduceOp.SUM
+        self._before, self._after = (1.0, 1.0) if is_plain else (rule.before, rule.after)
+        self._busy: list[tuple[int, int, _BackendWork]] = []
+
+    def launch(self, start: int, stop: int, into: torch.Tensor | None = None, *, accumulate: bool = False) -> ShardWork:
+        """See `FlatReduceScatterer`."""
+        check_parts(start, stop, self.buffer.numel(), len(self._ranks))
+        check_target(into, (stop - start) // len(self._ranks), self.buffer.device, accumulate)
+        self._check_free(start, stop)
+        if start == stop:
+            return DONE
+        source = self.buffer[start:stop]
+        own = self.buffer[slice(*own_part(start, stop, self._rank, len(self._ranks)))]
+        target = own if into is None else into
+        handle, finish = (
+            self._reduce(source, own, target, accumulate)
+            if self._mean is None
+            else self._exchange(self._mean, source, target, accumulate)
+        )
+        what = f"the reduce-scatter of gradient elements [{start}, {stop}) of {self.buffer.numel()}"
+        work = _BackendWork([handle], self._timeout, finish, what, self._ranks)
+        self._busy.append((start, stop, work))
+        return work
+
+    def close(self) -> None:
+        """See `FlatReduceScatterer`."""
+
+    def _check_free(self, start: int, stop: int) -> None:
+        self._busy = [(low, high, work) for low, high, work in self._busy if not work.is_over]
+        for low, high, _ in self._busy:
+            if start < high and low < stop:
+                raise UsageError(
+                    f"launch of [{start}, {stop}) while [{low}, {high}) of an older launch is on its way; call "
+                    "wait_free() on that one before its elements are written and reduced again."
+                )
+
+    def _reduce(
+        self, source: torch.Tensor, own: torch.Tensor, target: torch.Tensor, accumulate: bool
+    ) -> tuple[Any, Callable[[], None]]:
+        sent = source.to(self._dtype)
+        divide_(sent, self._before)
+        # The back end writes to its target at once where nothing is left to do, else to the own part or to a copy of it.
+        is_direct = sent is source and target.dtype is self._dtype and target.is_contiguous() and not accumulate
+        copied = own if sent is source else sent.chunk(len(self._ranks))[self._rank]
+        part = target if is_direct else copied
+        handle = collectives.reduce_scatter_range(part, sent, self._op, self._group)
+
+        def finish() -> None:
+            divide_(part, self._after)
+            mean = part.to(self.buffer.dtype)
+            if accumulate:
+                target.add_(mean)
+            elif target is not part:
+                target.copy_(mean)
+
+        return handle, finish
+
+    def _exchange(
+        self, mean: BlockMean, source: torch.Tensor, target: torch.Tensor, accumulate: bool
+    ) -> tuple[Any, Callable[[], None]]:
+        sent = source.to(self._dtype)
+        received = torch.empty_like(sent)
+        handle = collectives.exchange_range(received, sent, self._group)
+
+        def finish() -> None:
+            rows = received.chunk(len(self._ranks))
+            mean.reduce(rows, 0, len(rows[0]), target, accumulate)
+
+        return handle, finish
+
+
+class BackendGatherer:
+    """The gatherer that asks the back end. A finished call has read this rank's buffer, so no update waits for others."""
+
+    def __init__(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+        ranks: Sequence[int],
+        timeout_seconds: float | None = None,
+    ) -> None:
+        """Allocate the buffer; parameters as for `BackendReducer`."""
+        self.buffer = torch.zeros(numel, dtype=dtype, device=device)
+        self._group = group
+        self._ranks = ranks
+        self._rank = dist.get_rank(group)
+        self._timeout = _limit(timeout_seconds)
+        self._is_gloo = backend_name(group, device) == "gloo"
+        self._publication = Publication()
+        self._started: list[_BackendWork] = []
+
+    def begin_update(self) -> None:
+        """See `FlatGatherer`."""
+        for work in self._started:
+            work.wait()
+        self._started = []
+        self._publication.begin_update()
+
+    def publish(self) -> None:
+        """See `FlatGatherer`."""
+        self._publication.check_writing()
+        self._publication.publish()
+
+    def gather_in_place(self, start: int, stop: int) -> Work:
+        """See `FlatGatherer`."""
+        self._publication.check_published()
+        check_parts(start, stop, self.buffer.numel(), len(self._ranks))
+        own = self.buffer[slice(*own_part(start, stop, self._rank, len(self._ranks)))]
+        return self._start(self.buffer[start:stop], own, (start, stop))
+
+    def gather(self, start: int, stop: int, into: torch.Tensor) -> Work:
+        """See `FlatGatherer`."""
+        self._publication.check_published()
+        check_range(start, stop, self.buffer.numel())
+        check_gathered(into, len(self._ranks) * (stop - start), self.buffer)
+        return self._start(into, self.buffer[start:stop], (start, stop))
+
+    def close(self) -> None:
+        """See `FlatGatherer`."""
+
+    def _start(self, whole: torch.Tensor, own: torch.Tensor, bounds: tuple[int, int]) -> Work:
+        if not own.numel():
+            return DONE
+        if self._is_gloo:
+            mine = whole.chunk(len(self._ranks))[self._rank]
+            if mine.data_ptr() != own.data_ptr():
+                mine.copy_(own)
+            handles = collectives.broadcast_range(whole, self._group)
+        else:
+            handles = [collectives.gather_range(whole, own, self._group)]
+        what = f"the gather of parameter elements [{bounds[0]}, {bounds[1]}) of {self.buffer.numel()}"
+        work = _BackendWork(handles, self._timeout, lambda: None, what, self._ranks)
+        self._started = [each for each in self._started if not each.is_over]
+        self._started.append(work)
+        return work
+
+
+def _limit(timeout_seconds: float | None) -> timedelta | None:
+    return None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
+
+
+class _BackendWork:
+    """One range on its way through the back end."""
+
+    def __init__(
+        self,
+        handles: list[Any],
+        timeout: timedelta | None,
+        finish: Callable[[], None],
+        what: str,
+        ranks: Sequence[int],
+    ) -> None:
+        self.is_over = False
+        self._handles = handles
+        self._timeout = timeout
+        self._finish: Callable[[], None] | None = finish
+        self._what = what
+        self._ranks = ranks
+
+    def wait(self) -> None:
+        """Block until the result is there; raise CommError when the back end fails."""
+        if self.is_over:
+            return
+        try:
+            for handle in self._handles:
+                handle.wait() if self._timeout is None else handle.wait(self._timeout)
+        except RuntimeError as error:
+            raise CommError(
+                f"{self._what} over ranks {list(self._ranks)} failed in the back end: {error} {WHERE_TO_LOOK}"
+            ) from error
+        if self._finish is not None:
+            self._finish()
+        self._handles, self._finish = [], None  # lets go of tensors that were only sent
+        self.is_over = True
+
+    def wait_free(self) -> None:
+        """Block as `wait` does: what the back end has finished it has read."""
+        self.wait()
