@@ -1,16 +1,26 @@
-"""Make engines for tests, run them over `batches[step][micro_batch][rank]`, and read out what came of it."""
+"""Make engines for tests, run them over `batches[step][micro_batch][rank]`, and read out what came of it.
+
+Everything is read through the published functions, so that it is whole at every ZeRO stage; all ranks must read together.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.engine.engine import DeepSpeedEngine
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+STATE_KEYS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+"""State that is read: of Adam and its kin, and of SGD with momentum."""
+
+SHARDS_PARAMETERS = 3
+"""The ZeRO stage from which on a parameter is whole only while it is in use."""
 
 
 @dataclass
@@ -26,6 +36,11 @@ class Outcome:
 def config(micro_batches: int = 1, rows: int = 4, **blocks: Any) -> dict[str, Any]:
     """A config for `rows` rows per micro-batch with `blocks` added."""
     return {"train_micro_batch_size_per_gpu": rows, "gradient_accumulation_steps": micro_batches, **blocks}
+
+
+def zero(stage: int, **keys: Any) -> dict[str, Any]:
+    """The block of a config that asks for a ZeRO stage."""
+    return {"zero_optimization": {"stage": stage, **keys}}
 
 
 def make_engine(model: nn.Module, settings: dict[str, Any], **arguments: Any) -> DeepSpeedEngine:
@@ -46,28 +61,37 @@ def train(engine: DeepSpeedEngine, batches: Sequence[Sequence[Sequence[tuple[Any
         assert norm is not None
         outcome.norms.append(norm)
     outcome.weights = masters(engine)
-    outcome.model_weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    outcome.model_weights = model_weights(engine)
     return outcome
 
 
 def masters(engine: DeepSpeedEngine) -> dict[str, Tensor]:
-    """The tensors that the optimizer updates, by parameter name."""
-    assert engine.optimizer is not None
-    return {
-        member.name: values.detach().clone()
-        for flat in engine.optimizer.master.flats
-        for member, values in flat.named_slices(flat.master_F)
-    }
+    """The whole values that the optimizer updates, by parameter name. Collective: all ranks call it."""
+    found = {name: safe_get_full_fp32_param(param) for name, param in engine.module.named_parameters()}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def moments(engine: DeepSpeedEngine) -> dict[str, dict[str, Tensor]]:
-    """Tensor state of the optimizer: parameter name -> state key -> tensor in the parameter's shape."""
-    from deepspeed.zero.state_io import state_pieces
-
-    assert engine.optimizer is not None
+    """Whole tensor state of the optimizer: parameter name -> state key -> tensor. Collective: all ranks call it."""
     found: dict[str, dict[str, Tensor]] = {}
-    for piece in state_pieces(engine.optimizer.master):
-        per_key = found.setdefault(piece.member.name, {})
-        whole = per_key.setdefault(piece.key, torch.zeros(piece.member.param.shape, dtype=piece.values.dtype))
-        whole.view(-1)[piece.start : piece.start + piece.values.numel()] = piece.values
+    for name, param in engine.module.named_parameters():
+        per_key = {key: safe_get_full_optimizer_state(param, key) for key in STATE_KEYS}
+        kept = {key: value for key, value in per_key.items() if value is not None}
+        if kept:
+            found[name] = kept
     return found
+
+
+def model_weights(engine: DeepSpeedEngine) -> dict[str, Tensor]:
+    """The whole weights that the model computes with, by parameter name. Collective: all ranks call it."""
+    named = dict(engine.module.named_parameters())
+    with gathered(engine, list(named.values())):
+        return {name: param.detach().clone() for name, param in named.items()}
+
+
+def gathered(engine: DeepSpeedEngine, params: list[nn.Parameter]) -> contextlib.AbstractContextManager[Any]:
+    """A context in which `params` are whole at every ZeRO stage."""
+    if engine.zero_optimization_stage() < SHARDS_PARAMETERS:
+        return contextlib.nullcontext()
+    gather: contextlib.AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(params)
+    return gather
