@@ -2,9 +2,9 @@
 
 module --> device, frozen parameters and buffers in the model's dtype
 --> optimizer (client's object, client's callable, or the config's)
---> flat groups: one per optimizer group and dtype (embedding tables with sparse gradients apart)
 --> rank 0's values on every rank
---> gradient buffers, hooks, masters, the engine's optimizer
+--> flat groups and gradient stores, as the ZeRO stage says (`engine.partition`)
+--> hooks, masters, the engine's optimizer
 --> schedule, loader, report --> engine
 
 Does not live here: what any part does. Called by `deepspeed.initialize` (`api`), once per engine.
@@ -13,7 +13,7 @@ Does not live here: what any part does. Called by `deepspeed.initialize` (`api`)
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.memory import see_memory_usage
-from deepspeed.comm.algorithms import flat_all_reducer
 from deepspeed.comm.world import get_local_rank
 from deepspeed.common.logging import get_logger
 from deepspeed.config import DeepSpeedConfig
@@ -34,6 +32,7 @@ from deepspeed.engine.accumulation import Accumulation
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.loader import build_loader
 from deepspeed.engine.loss_guard import LossGuard
+from deepspeed.engine.partition import Partition, attach_gradient_stores, copy_from_first_rank, plan_partition
 from deepspeed.engine.parts import EngineParts
 from deepspeed.engine.report import StepReport
 from deepspeed.errors import ArgumentError, UnbuiltFeatureError
@@ -41,9 +40,9 @@ from deepspeed.monitor import MonitorMaster
 from deepspeed.optim import build_optimizer, build_scheduler, client_optimizer, client_scheduler, is_elementwise
 from deepspeed.optim.build import LRSchedule
 from deepspeed.precision.loss_scaler import LossScaler, NullScaler, build_loss_scaler
-from deepspeed.precision.policy import DtypePolicy, cast_module, keep_batch_norm_exact, low_precision_parameters
-from deepspeed.topology.mesh import AxisGroup, ParallelMesh
-from deepspeed.zero.flat import FlatGroup, NamedParameter, owner_of
+from deepspeed.precision.policy import DtypePolicy, cast_module, keep_batch_norm_exact
+from deepspeed.topology.mesh import ParallelMesh
+from deepspeed.zero.flat import owner_of, release_owner
 from deepspeed.zero.master import MasterWeights
 from deepspeed.zero.optimizer import ZeroOptimizer
 from deepspeed.zero.reducer import GradientReducer
@@ -81,9 +80,14 @@ def build_engine(request: EngineRequest) -> DeepSpeedEngine:
     keep_batch_norm_exact(module)
     _refuse_foreign_cast(module, policy)
     basic = _basic_optimizer(request)
-    trained = _train_parts(request, basic, policy, scaler, accumulation, guard) if basic is not None else None
+    _release_earlier_engines(module, config, basic)
+    copy_from_first_rank(module, mesh.data_parallel)
+    partition = plan_partition(module, config, mesh, policy, basic)
+    attach_gradient_stores(partition, config, policy, mesh)
+    trained = None
+    if basic is not None:
+        trained = _train_parts(request, basic, partition, scaler, accumulation, guard)
     cast_module(module, policy)
-    _copy_from_first_rank(module, trained, mesh.data_parallel)
     report = StepReport(
         config,
         MonitorMaster(config),
@@ -102,6 +106,7 @@ def build_engine(request: EngineRequest) -> DeepSpeedEngine:
         loss_guard=guard,
         report=report,
         communication_data_type=policy.communication or torch.float32,
+        partition=partition,
         optimizer=trained,
         reducer=trained.reducer if trained is not None else None,
         basic_optimizer=basic,
@@ -183,41 +188,31 @@ def _loader(request: EngineRequest, batch: BatchSizes, report: StepReport) -> An
     )
 
 
-# -- flat groups ------------------------------------------------------------------------------------------------------
+# -- training ---------------------------------------------------------------------------------------------------------
 
 
 def _train_parts(
     request: EngineRequest,
     basic: Optimizer,
-    policy: DtypePolicy,
+    partition: Partition,
     scaler: LossScaler,
     accumulation: Accumulation,
     guard: LossGuard,
 ) -> ZeroOptimizer:
     config, axis = request.config, request.mesh.data_parallel
-    flats = list(_flat_groups(request, basic, policy))
-    for flat in flats:
-        communication = policy.autocast if flat.is_low_precision else policy.communication_for(flat.parameters_F.dtype)
-        flat.attach_gradients(
-            flat_all_reducer(
-                flat.layout.numel,
-                policy.grad_accumulation_for(flat.parameters_F.dtype),
-                flat.parameters_F.device,
-                axis.group,
-                communication_dtype=communication,
-                prescale=config.prescale_gradients,
-                predivide_factor=config.gradient_predivide_factor,
-            )
-        )
+    zero = config.zero_optimization
     reducer = GradientReducer(
-        flats,
+        partition.trained,
         axis,
         is_boundary=lambda: accumulation.is_backward_boundary,
         check_scaled=None if isinstance(scaler, NullScaler) else guard.check,
-        is_overlapped=config.zero_optimization.overlap_comm is not False,
+        is_overlapped=zero.overlap_comm is not False,
+        allows_unused=zero.ignore_unused_parameters or zero.stage not in (1, 2),
     )
     client_state = {id(p): state for p, state in basic.state.items() if state}
-    master = MasterWeights(flats, basic, is_elementwise=is_elementwise(basic))
+    master = MasterWeights(
+        partition.trained, basic, is_elementwise=is_elementwise(basic), sub_group_numel=zero.sub_group_size
+    )
     carry_state(master, client_state)
     return ZeroOptimizer(
         master,
@@ -227,44 +222,15 @@ def _train_parts(
         clip=config.gradient_clipping,
         gradient_multiplier=float(axis.size) if config.gradient_allreduce_op == "sum" else 1.0,
         skips_nonfinite=config.bf16.check_grad_overflow if config.bf16.enabled else True,
+        computes_norm=zero.compute_grad_norm,
     )
 
 
-def _flat_groups(request: EngineRequest, basic: Optimizer, policy: DtypePolicy) -> Iterator[FlatGroup]:
-    """One flat group per optimizer group, dtype and kind of gradient, over the trainable parameters that it holds."""
-    names = {id(p): NamedParameter(name, p, order) for order, (name, p) in enumerate(request.module.named_parameters())}
-    sparse = _row_sparse(request.module, every=request.config.sparse_gradients)
-    autocast = request.config.torch_autocast
-    low = low_precision_parameters(request.module, (autocast.lower_precision_safe_modules or ()) if autocast.enabled else ())
-    for index, group in enumerate(basic.param_groups):
-        by_kind: dict[tuple[torch.dtype, torch.dtype, bool, bool], list[NamedParameter]] = {}
-        for param in group["params"]:
-            if not param.requires_grad:
-                continue
-            member = names.get(id(param))
-            if member is None:
-                raise ArgumentError(
-                    f"the optimizer's group {index} holds a parameter of shape {tuple(param.shape)} that is not in the "
-                    "model. Build the optimizer from the parameters of the same model object, after destroy() of any "
-                    "engine that had it."
-                )
-            kind = policy.param_for(param), policy.master_for(param), id(param) in sparse, id(param) in low
-            by_kind.setdefault(kind, []).append(member)
-        for (param_dtype, master_dtype, is_row_sparse, is_low_precision), members in by_kind.items():
-            yield FlatGroup(
-                sorted(members, key=lambda m: m.order),
-                group_index=index,
-                param_dtype=param_dtype,
-                master_dtype=master_dtype,
-                bucket_numel=1 if is_row_sparse else request.config.zero_optimization.reduce_bucket_size,
-                is_row_sparse=is_row_sparse,
-                is_low_precision=is_low_precision,
-            )
-
-
-def _row_sparse(module: nn.Module, *, every: bool) -> set[int]:
-    tables = [m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
-    return {id(table.weight) for table in tables if every or table.sparse}
+def _release_earlier_engines(module: nn.Module, config: DeepSpeedConfig, basic: Optimizer | None) -> None:
+    """An engine that holds parameters takes them over whole: the earlier engine lets go of all it has, on all ranks."""
+    if basic is not None or config.zero_optimization.stage == 3:
+        for param in module.parameters():
+            release_owner(param)
 
 
 def _unmanaged(module: nn.Module, trained: ZeroOptimizer | None) -> tuple[nn.Parameter, ...]:
@@ -272,21 +238,6 @@ def _unmanaged(module: nn.Module, trained: ZeroOptimizer | None) -> tuple[nn.Par
         return ()
     managed = {id(member.param) for flat in trained.master.flats for member in flat.members}
     return tuple(p for p in module.parameters() if p.requires_grad and id(p) not in managed)
-
-
-def _copy_from_first_rank(module: nn.Module, trained: ZeroOptimizer | None, axis: AxisGroup) -> None:
-    """Give every rank of `axis` the values of its first rank: masters, other parameters, buffers."""
-    if axis.size == 1:
-        return
-    flats = trained.master.flats if trained is not None else ()
-    managed = {id(member.param) for flat in flats for member in flat.members}
-    others = [p.detach() for p in module.parameters() if id(p) not in managed] + list(module.buffers())
-    with torch.no_grad():
-        for tensor in [flat.master_F for flat in flats] + others:
-            if tensor.numel():
-                comm.broadcast(tensor, src=axis.ranks[0], group=axis.group)
-        if trained is not None:
-            trained.master.refresh_parameters()
 
 
 def _dump(engine: DeepSpeedEngine) -> None:

@@ -17,6 +17,7 @@ from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.batch import BatchSizes
 from deepspeed.engine.accumulation import Accumulation
 from deepspeed.engine.loss_guard import LossGuard
+from deepspeed.engine.partition import Partition
 from deepspeed.engine.report import StepReport
 from deepspeed.topology.mesh import ParallelMesh
 from deepspeed.zero.optimizer import ZeroOptimizer
@@ -36,6 +37,7 @@ class EngineParts:
     loss_guard: LossGuard
     report: StepReport
     communication_data_type: torch.dtype
+    partition: Partition
     optimizer: ZeroOptimizer | None = None
     reducer: GradientReducer | None = None
     basic_optimizer: Optimizer | None = None

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,8 @@ from deepspeed.zero.state_io import load_state, state_pieces, state_scalars
 if TYPE_CHECKING:
     from deepspeed.config import DeepSpeedConfig
     from deepspeed.engine.parts import EngineParts
+    from deepspeed.topology.mesh import AxisGroup
+    from deepspeed.zero.flat import FlatGroup
     from deepspeed.zero.optimizer import ZeroOptimizer
 
 logger = get_logger(__name__)
@@ -146,24 +149,19 @@ class CheckpointMembers:
     # -- saving -------------------------------------------------------------------------------------------------------
 
     def _pieces(self, exclude_frozen: bool) -> Iterator[Piece]:
-        axis = self._parts.mesh.data_parallel
-        managed: set[str] = set()
+        partition = self._parts.partition
+        replica = partition.replica_axis
+        managed = {member.name for flat in partition.flats for member in flat.members}
+        for flat in partition.flats:
+            if not (exclude_frozen and not flat.kind.is_trained):
+                yield from _flat_pieces(flat, replica)
         if self.optimizer is not None:
-            for flat in self.optimizer.master.flats:
-                name_of = names.module_tensor if flat.master_F is flat.parameters_F else names.master_tensor
-                managed.update(member.name for member in flat.members)
-                for f in flat.layout.fragments(*even_range(flat.layout.numel, axis.size, axis.rank)):
-                    member = flat.members[f.index]
-                    values = flat.master_F[f.buffer_start : f.buffer_start + f.numel]
-                    yield Piece(name_of(member.name), tuple(member.param.shape), f.param_start, values)
-                if axis.rank == 0:
-                    empty = [member for member in flat.members if member.param.numel() == 0]
-                    yield from (Piece.whole(name_of(member.name), member.param.detach()) for member in empty)
-            for piece in state_pieces(self.optimizer.master, axis.size, axis.rank):
+            for piece in state_pieces(self.optimizer.master, replica.size, replica.rank):
                 name = names.optimizer_tensor(piece.member.name, piece.key)
-                yield Piece(name, tuple(piece.member.param.shape), piece.start, piece.values)
+                yield Piece(name, tuple(piece.shape), piece.start, piece.values)
+        data = self._parts.mesh.data_parallel
         for number, (name, tensor) in enumerate(self._others(managed, exclude_frozen)):
-            if number % axis.size == axis.rank:
+            if number % data.size == data.rank:
                 yield Piece.whole(names.module_tensor(name), tensor)
 
     def _others(self, managed: set[str], exclude_frozen: bool) -> Iterator[tuple[str, Tensor]]:
@@ -185,7 +183,7 @@ class CheckpointMembers:
             "ds_config": without_secrets(self._config.raw),
             "shared_params": _shared_names(self.module),
             "has_frozen_parameters": not exclude_frozen,
-            "optimizer": None if optimizer is None else _optimizer_state(optimizer),
+            "optimizer": None if optimizer is None else _optimizer_state(optimizer, self._parts.partition.shard_axis),
             "loss_scaler": self._parts.loss_guard.scaler.state_dict(),
             "lr_scheduler": None if self.lr_scheduler is None else self.lr_scheduler.state_dict(),
             "data": loader.state_dict() if loader is not None else None,
@@ -194,45 +192,48 @@ class CheckpointMembers:
     # -- loading ------------------------------------------------------------------------------------------------------
 
     def _load_module(self, reader: CheckpointReader, *, strict: bool) -> None:
-        places = dict(self._places())
+        flats = self._parts.partition.flats
+        managed = {member.name for flat in flats for member in flat.members}
+        others = dict(self._others(managed, exclude_frozen=False))
+        shapes = {m.name: tuple(shape) for flat in flats for m, shape in zip(flat.members, flat.shapes, strict=True)}
+        shapes.update((name, tuple(tensor.shape)) for name, tensor in others.items())
+        stored = self._fitting(reader, shapes, strict=strict)
+        with torch.no_grad(), ExitStack() as stack:
+            for flat in flats:
+                stack.enter_context(flat.replacing())
+                for f in flat.own_fragments():
+                    name = flat.members[f.index].name
+                    if name in stored:
+                        values = reader.read(stored[name], f.param_start, f.numel)
+                        flat.own_master(f.buffer_start, f.buffer_start + f.numel).copy_(values)
+            for name, tensor in others.items():
+                if name in stored:
+                    tensor.copy_(reader.read(stored[name]).view(tensor.shape))
+
+    def _fitting(self, reader: CheckpointReader, shapes: Mapping[str, tuple[int, ...]], *, strict: bool) -> dict[str, str]:
+        """Name of each weight and buffer that the model and the checkpoint both have -> the stored tensor."""
         stored = _weights_in(reader)
         frozen_may_lack = not reader.state["has_frozen_parameters"]
         frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
-        missing = sorted(n for n in places if n not in stored and not (frozen_may_lack and n in frozen))
-        extra = sorted(n for n in stored if n not in places)
+        missing = sorted(n for n in shapes if n not in stored and not (frozen_may_lack and n in frozen))
+        extra = sorted(n for n in stored if n not in shapes)
         if strict and (missing or extra):
             raise CheckpointError(
                 f"checkpoint {reader.folder} does not fit the model: it lacks {_some(missing)} and has {_some(extra)} that "
                 "the model does not have. Build the same model, or pass load_module_strict=False to load what fits."
             )
-        for name in places.keys() & stored.keys():
-            if tuple(places[name].shape) != reader.shape(stored[name]):
+        fitting = {name: stored[name] for name in shapes if name in stored}
+        for name, tensor in fitting.items():
+            if shapes[name] != reader.shape(tensor):
                 raise CheckpointError(
-                    f"{name!r} has shape {tuple(places[name].shape)} in the model and {reader.shape(stored[name])} in "
-                    f"checkpoint {reader.folder}. Build the model with the sizes it was saved with."
+                    f"{name!r} has shape {shapes[name]} in the model and {reader.shape(tensor)} in checkpoint "
+                    f"{reader.folder}. Build the model with the sizes it was saved with."
                 )
-        with torch.no_grad():
-            for name in sorted(places.keys() & stored.keys()):
-                place = places[name]
-                values = reader.read(stored[name])
-                place.copy_(values.view(place.shape))
-        if self.optimizer is not None:
-            self.optimizer.master.refresh_parameters()
-
-    def _places(self) -> Iterator[tuple[str, Tensor]]:
-        """Where each weight and buffer is kept in full precision."""
-        managed: set[str] = set()
-        if self.optimizer is not None:
-            for flat in self.optimizer.master.flats:
-                for member, values in flat.named_slices(flat.master_F):
-                    managed.add(member.name)
-                    yield member.name, values
-        yield from self._others(managed, exclude_frozen=False)
+        return fitting
 
     def _masters_from_parameters(self) -> None:
-        if self.optimizer is not None:
-            for flat in self.optimizer.master.flats:
-                flat.master_F.copy_(flat.parameters_F)
+        for flat in self._parts.partition.trained:
+            flat.adopt_all()
 
     def _load_training(self, reader: CheckpointReader, with_optimizer: bool, with_schedule: bool) -> None:
         state = reader.state
@@ -331,9 +332,28 @@ class CheckpointMembers:
     save_fp16_model = save_16bit_model
 
 
-def _optimizer_state(optimizer: ZeroOptimizer) -> dict[str, Any]:
+def _flat_pieces(flat: FlatGroup, replica: AxisGroup) -> Iterator[Piece]:
+    """This rank's share of what the flat group holds in full precision."""
+    name_of = names.master_tensor if flat.has_own_masters else names.module_tensor
+    for f in flat.own_fragments(*even_range(flat.layout.shard_numel, replica.size, replica.rank)):
+        member = flat.members[f.index]
+        values = flat.own_master(f.buffer_start, f.buffer_start + f.numel)
+        yield Piece(name_of(member.name), tuple(flat.shapes[f.index]), f.param_start, values)
+    if replica.rank == flat.axis.rank == 0:
+        for member, shape in zip(flat.members, flat.shapes, strict=True):
+            if shape.numel() == 0:
+                yield Piece.whole(name_of(member.name), flat.values.new_empty(shape))
+
+
+def _optimizer_state(optimizer: ZeroOptimizer, axis: AxisGroup) -> dict[str, Any]:
+    """Collective over the shard axis: each rank knows the counters of what it holds a part of."""
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    return {"class": type(optimizer.optimizer).__name__, "groups": groups, "scalars": state_scalars(optimizer.master)}
+    scalars = state_scalars(optimizer.master)
+    if axis.size > 1:
+        of_ranks: list[Any] = [None] * axis.size
+        comm.all_gather_object(of_ranks, scalars, group=axis.group)
+        scalars = {name: plain for each in of_ranks for name, plain in each.items()}
+    return {"class": type(optimizer.optimizer).__name__, "groups": groups, "scalars": scalars}
 
 
 def _family(class_name: str) -> str:

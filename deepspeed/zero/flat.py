@@ -1,20 +1,26 @@
-"""Parameters and gradients of one optimizer group as views of flat buffers.
+"""Parameters of one kind in one flat layout: whole on every rank, or sharded.
 
-    param.data ----view----> parameters  [p3|p2 |.|p1  |p0|..]   16-bit or full precision: what the model computes with
-    param.grad ----view----> gradients   [g3|g2 |.|g1  |g0|..]   what backward adds into, what the reducer reduces
-                             master      [m3|m2 |.|m1  |m0|..]   full precision: what the optimizer updates; the same
-                                                                 tensor as `parameters` when the model is not 16-bit
+    whole      values   [p3|p2 |.|p1  |p0|..]      every param.data is a view; the same on all ranks between two updates
+    sharded    values   [this rank's shard space]  param.data is empty, or a view of a gathered bucket (`zero.coordinator`)
 
-One layout (`sharding.FlatLayout`) serves the three buffers, so an element has the same offset in each. Autograd adds
-gradients into the views in place; nothing is copied or concatenated.
+    master     full precision, this rank's shard space only: what the optimizer updates. The same memory as `values` when the
+               model is not 16-bit. A shard axis of one rank makes shard space and layout the same: stage 0.
 
-What does not live here: communication (`zero.reducer`), the update (`zero.master`). Callers: `engine.build`.
+    extents    runs of shard space that are one run of `values` too: all of it, or bucket by bucket where the shard axis
+               has several ranks and parameters are whole
+
+`values` is the buffer of a `comm` gatherer: other ranks read it, so it is written between `begin_update` and `publish` only.
+
+What does not live here: gradients (`zero.gradients`), the update (`zero.master`), when a unit is gathered
+(`zero.coordinator`). Callers: `engine.build`.
 """
 
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,13 +28,15 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.errors import UsageError
-from deepspeed.sharding import FlatLayout, Slot
+from deepspeed.sharding import Bucket, FlatLayout, Fragment, Slot
 
 if TYPE_CHECKING:
-    from deepspeed.comm.algorithms import FlatAllReducer
+    from deepspeed.comm.algorithms import FlatGatherer, Work
+    from deepspeed.topology.mesh import AxisGroup
+    from deepspeed.zero.gradient_store import GradientStore
 
-_ALIGNMENT_BYTES = 64  # a cache line, and the widest vector register
-_OWNER = "_ds_owner"  # the one back-reference on a user's parameter: its Place
+ALIGNMENT_BYTES = 64  # a cache line, and the widest vector register
+_OWNER = "_ds_owner"  # the back-reference on a user's parameter: its Place
 
 
 class Place:
@@ -57,75 +65,206 @@ class NamedParameter:
     order: int = 0
     """Position in the model's own order of registration, the best guess at the order of use before the first step."""
 
+    unit: int = 0
+    """Number of the unit it is gathered with, where parameters are sharded."""
+
+    whole_shape: torch.Size | None = None
+    """Of a parameter that is sharded already (`zero.Init`), whose own shape is (0,); None: ask the parameter."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the parameters of one flat group have in common."""
+
+    group_index: int
+    """Of the optimizer's parameter group; -1 when nothing trains them."""
+
+    param_dtype: torch.dtype
+    master_dtype: torch.dtype
+    is_sharded: bool = False
+    is_row_sparse: bool = False
+    """Embedding tables of which one micro-batch touches few rows: their gradients are reduced row by row."""
+
+    is_low_precision: bool = False
+    """Gradients travel in the autocast dtype (`lower_precision_safe_modules`)."""
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether an optimizer updates them."""
+        return self.group_index >= 0
+
+    @property
+    def alignment(self) -> int:
+        """Elements that every parameter's place is a multiple of."""
+        return ALIGNMENT_BYTES // min(self.param_dtype.itemsize, self.master_dtype.itemsize)
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Elements `[start, stop)` of shard space that lie in one piece of `values` too, `shift` elements further on."""
+
+    start: int
+    stop: int
+    shift: int
+
+
+WholeValue = Callable[[NamedParameter], Tensor]
+"""Gives the whole value of a member, in any dtype; asked in slot order, on all ranks together."""
+
 
 class FlatGroup:
-    """The parameters of one optimizer group and dtype, moved into flat buffers.
+    """The parameters of one kind, moved into a flat layout.
 
-    Shapes: `F` = layout.numel, padding included; every buffer is 1-D of F elements.
-    Constructing it re-points `param.data` of every member at the buffer and frees the old storage, one by one.
-    `is_row_sparse` groups hold embedding tables of which one micro-batch touches few rows: their gradients are reduced
-    row by row (`zero.row_sparse`), never as whole buckets.
-    `is_low_precision` groups travel in the autocast dtype (`lower_precision_safe_modules`).
+    Constructing it re-points `param.data` of every member at the buffer, or empties it (`kind.is_sharded`), one by one.
     `on_replaced` runs when another engine takes one of the parameters over; `optimizer` gives the
     `zero.optimizer.ZeroOptimizer` that steps the group, while there is one.
+
+    Args:
+        members: in order of use.
+        kind: what they share.
+        layout: planned over them, for the shard axis.
+        gatherer: its buffer becomes `values`: `layout.numel` elements of the parameter dtype, or `layout.shard_numel`
+            where parameters are sharded.
+        axis: the shard axis.
+        whole_value: where the values come from; None: the parameters themselves.
     """
 
     def __init__(
         self,
         members: Sequence[NamedParameter],
+        kind: Kind,
+        layout: FlatLayout,
+        gatherer: FlatGatherer,
+        axis: AxisGroup,
         *,
-        group_index: int,
-        param_dtype: torch.dtype,
-        master_dtype: torch.dtype,
-        bucket_numel: int,
-        world_size: int = 1,
-        is_row_sparse: bool = False,
-        is_low_precision: bool = False,
+        whole_value: WholeValue | None = None,
     ) -> None:
         self.members = tuple(members)
-        self.group_index = group_index
-        self.is_row_sparse = is_row_sparse
-        self.is_low_precision = is_low_precision
+        self.shapes = tuple(m.param.shape if m.whole_shape is None else m.whole_shape for m in members)
+        self.kind = kind
+        self.layout = layout
+        self.gatherer = gatherer
+        self.axis = axis
         self.on_replaced: Callable[[], None] = self.release
         self.optimizer: Callable[[], object | None] = lambda: None
-        alignment = _ALIGNMENT_BYTES // min(param_dtype.itemsize, master_dtype.itemsize)
-        self.layout = FlatLayout.plan(
-            [m.param.numel() for m in members], bucket_numel=bucket_numel, alignment=alignment, world_size=world_size
+        self.values = gatherer.buffer
+        self.extents = tuple(self._extents())
+        self._shard_starts = [extent.start for extent in self.extents]
+        is_split = kind.is_trained and kind.param_dtype != kind.master_dtype
+        self._master_S = (
+            torch.zeros(layout.shard_numel, dtype=kind.master_dtype, device=self.values.device) if is_split else None
         )
-        device = members[0].param.device
-        self.parameters_F = torch.zeros(self.layout.numel, dtype=param_dtype, device=device)
-        is_same = param_dtype == master_dtype
-        self.master_F = self.parameters_F if is_same else torch.zeros(self.layout.numel, dtype=master_dtype, device=device)
-        self._adopt_values()
-        self._params = [self.members[slot.index].param for slot in self.layout.slots]  # in slot order: three loops per step
+        self._adopt_values(whole_value or (lambda member: member.param.detach()))
+        gatherer.publish()
+        self._params = [self.members[slot.index].param for slot in self.layout.slots]  # in slot order: loops of each step
         self._addresses = [param.data_ptr() for param in self._params]
         self._versions = [param._version for param in self._params]
-        self._reducer: FlatAllReducer | None = None
-        self._views: list[Tensor] = []
+        self._gradients: GradientStore | None = None
 
-    def _adopt_values(self) -> None:
+    # -- places -------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether parameters are sharded (stage 3)."""
+        return self.kind.is_sharded
+
+    def _extents(self) -> Iterator[Extent]:
+        if self.is_sharded or self.axis.size == 1:
+            yield Extent(0, self.layout.shard_numel, 0)
+            return
+        for bucket in self.layout.buckets:
+            start, stop = self.layout.shard_range(bucket)
+            yield Extent(start, stop, self.layout.owned(bucket, self.axis.rank)[0] - start)
+
+    def extent_at(self, start: int) -> Extent:
+        """The extent that holds element `start` of shard space."""
+        return self.extents[bisect_right(self._shard_starts, start) - 1]
+
+    def own_fragments(self, start: int = 0, stop: int | None = None) -> Iterator[Fragment]:
+        """Pieces of parameters in `[start, stop)` of this rank's shard space."""
+        return self.layout.shard_fragments(self.axis.rank, start, stop)
+
+    def own_parts(self, position: int) -> list[Fragment]:
+        """This rank's pieces of the parameter at `layout.slots[position]`, in order."""
+        return [fragment for rank, fragment in self.layout.holders(position) if rank == self.axis.rank]
+
+    def own_values(self, start: int, stop: int) -> Tensor:
+        """The model's values of `[start, stop)` of shard space, within one extent; a view."""
+        shift = self.extent_at(start).shift
+        return self.values[start + shift : stop + shift]
+
+    def own_master(self, start: int, stop: int) -> Tensor:
+        """What the optimizer updates of `[start, stop)` of shard space, within one extent; a view."""
+        return self.own_values(start, stop) if self._master_S is None else self._master_S[start:stop]
+
+    @property
+    def has_own_masters(self) -> bool:
+        """Whether masters are other memory than the model's values."""
+        return self._master_S is not None
+
+    def whole_view(self, slot: Slot) -> Tensor:
+        """The place of a parameter that is whole, in its shape."""
+        return self.values[slot.start : slot.stop].view(self.shapes[slot.index])
+
+    # -- values in ----------------------------------------------------------------------------------------------------
+
+    def _adopt_values(self, whole_value: WholeValue) -> None:
         with torch.no_grad():
             for position, slot in enumerate(self.layout.slots):
-                param = self.members[slot.index].param
-                release_owner(param)
-                self.master_F[slot.start : slot.stop].copy_(param.detach().reshape(-1))
-                place = self.parameters_F[slot.start : slot.stop]
-                if self.parameters_F is not self.master_F:
-                    place.copy_(self.master_F[slot.start : slot.stop])
-                param.grad = None
-                param.data = place.view(param.shape)
-                setattr(param, _OWNER, Place(self, position, param))
+                member = self.members[slot.index]
+                release_owner(member.param)
+                whole = whole_value(member).reshape(-1)
+                if not self.is_sharded:
+                    self.values[slot.start : slot.stop].copy_(whole)
+                self._take_own(position, whole)
+                member.param.grad = None
+                member.param.data = self.values.new_empty(0) if self.is_sharded else self.whole_view(slot)
+                setattr(member.param, _OWNER, Place(self, position, member.param))
+
+    def _take_own(self, position: int, whole: Tensor) -> None:
+        """Keep this rank's part of a flattened whole value: as master, and as shard where parameters are sharded."""
+        for f in self.own_parts(position):
+            own = whole[f.param_start : f.param_start + f.numel]
+            if self._master_S is not None:
+                self._master_S[f.buffer_start : f.buffer_start + f.numel].copy_(own)
+            if self.is_sharded:
+                self.values[f.buffer_start : f.buffer_start + f.numel].copy_(own)
+
+    @contextmanager
+    def rewriting(self) -> Iterator[None]:
+        """Write `values` inside; afterwards other ranks may read them again. All ranks of the shard axis enter it.
+
+        Does not gather what is whole: `gather_whole` does.
+        """
+        self.gatherer.begin_update()
+        try:
+            yield
+        finally:
+            self.gatherer.publish()
+
+    def write_parameter(self, position: int, whole: Tensor) -> None:
+        """Replace the parameter at `layout.slots[position]`, masters included. All ranks give the same value."""
+        slot = self.layout.slots[position]
+        with torch.no_grad(), self.rewriting():
+            flat = whole.detach().reshape(-1)
+            if not self.is_sharded:
+                self.values[slot.start : slot.stop].copy_(flat)
+            self._take_own(position, flat)
+        self._versions[position] = self._params[position]._version
 
     def adopt_edits(self) -> None:
-        """Take over what the caller did to parameters since the last update, so that the coming one builds on it.
+        """Take over what the caller did to whole parameters since the last update, so that the coming one builds on it.
 
         Values written into a 16-bit parameter (`load_state_dict`, `torch.nn.init`, `copy_`) go into the master, where they
-        differ from it. A parameter that was given other storage (`param.data = ...`) is moved back into the buffer. Writing
-        through `param.data` into the same storage cannot be noticed: use `deepspeed.utils.safe_set_full_fp32_param`.
+        differ from it; all ranks must write the same. A parameter that was given other storage (`param.data = ...`) is moved
+        back into the buffer. Writing through `param.data` into the same storage cannot be noticed: use
+        `deepspeed.utils.safe_set_full_fp32_param`. Sharded parameters are edited inside `zero.GatheredParameters`.
 
         Raises:
             UsageError: the other storage has another dtype, device or shape.
         """
+        if self.is_sharded:
+            return
         noted = zip(self._params, self._addresses, self._versions, strict=True)
         for position, (param, address, version) in enumerate(noted):
             if param.data_ptr() != address:
@@ -133,17 +272,23 @@ class FlatGroup:
             elif param._version == version:
                 continue
             self._versions[position] = param._version
-            self._adopt_rounded(self.layout.slots[position])
+            self._adopt_rounded(position)
+
+    def adopt_all(self) -> None:
+        """Take over the model's values as masters where they differ, whether or not an edit was noticed."""
+        with torch.no_grad():
+            for position in range(len(self.layout.slots)):
+                self._adopt_rounded(position)
 
     def _move_back(self, slot: Slot) -> None:
-        self._refuse_converted(slot)
-        param = self.members[slot.index].param
-        place = self.parameters_F[slot.start : slot.stop].view(param.shape)
+        self.refuse_converted(slot)
+        param, place = self.members[slot.index].param, self.whole_view(slot)
         place.copy_(param.detach())
         param.data = place
 
-    def _refuse_converted(self, slot: Slot) -> None:
-        member, place = self.members[slot.index], self.parameters_F
+    def refuse_converted(self, slot: Slot) -> None:
+        """Raise when a whole parameter has another dtype, device or size than its place."""
+        member, place = self.members[slot.index], self.values
         got = (member.param.dtype, member.param.device, member.param.numel())
         if got != (place.dtype, place.device, slot.numel):
             raise UsageError(
@@ -152,102 +297,83 @@ class FlatGroup:
                 "initialize(), or call engine.destroy() first and initialize again."
             )
 
-    def _adopt_rounded(self, slot: Slot) -> None:
-        if self.parameters_F is not self.master_F:
-            master, rounded = self.master_F[slot.start : slot.stop], self.parameters_F[slot.start : slot.stop]
+    def _adopt_rounded(self, position: int) -> None:
+        if self._master_S is None:
+            return
+        for f in self.own_parts(position):
+            stop = f.buffer_start + f.numel
+            master, rounded = self._master_S[f.buffer_start : stop], self.own_values(f.buffer_start, stop)
             is_edited = master.to(rounded.dtype) != rounded
             master.copy_(torch.where(is_edited, rounded.to(master.dtype), master))
 
-    def attach_gradients(self, reducer: FlatAllReducer) -> None:
-        """Use `reducer.buffer` as the gradient buffer (once, before the first backward)."""
-        self._reducer = reducer
-        self._views = [self._view(slot) for slot in self.layout.slots]
-        if self.accumulates_in_place:
-            self.point_gradients()
-
-    def _view(self, slot: Slot) -> Tensor:
-        return self.gradients_F[slot.start : slot.stop].view(self.members[slot.index].param.shape)
-
-    @property
-    def reducer(self) -> FlatAllReducer:
-        """The all-reducer over the gradient buffer."""
-        assert self._reducer is not None  # engine.build attaches it before anything else sees the group
-        return self._reducer
-
-    @property
-    def gradients_F(self) -> Tensor:
-        """The flat gradient buffer, of the accumulation dtype."""
-        return self.reducer.buffer
-
-    @property
-    def accumulates_in_place(self) -> bool:
-        """True when `param.grad` can be a view: autograd insists on a gradient of the parameter's own dtype."""
-        return self.gradients_F.dtype == self.parameters_F.dtype
-
-    def point_gradients(self) -> None:
-        """Make every `param.grad` the view of its place."""
-        for slot, view in zip(self.layout.slots, self._views, strict=True):
-            self.members[slot.index].param.grad = view
-
-    def collect(self, first_slot: int = 0, last_slot: int | None = None) -> None:
-        """Bring gradients that are not views into the buffer: `param.grad` is the truth wherever it is another tensor.
-
-        A caller that ran `model.zero_grad()` detached the views: None then means zero; `model.to()` gives the views
-        themselves other storage. With an accumulation dtype of its own every gradient arrives as a separate tensor, is
-        added, and is dropped.
-
-        Raises:
-            UsageError: the parameter was converted to another dtype or device.
-        """
-        in_place, begin, itemsize = self.accumulates_in_place, self.gradients_F.data_ptr(), self.gradients_F.itemsize
-        last_slot = len(self._params) if last_slot is None else last_slot
-        for position in range(first_slot, last_slot):
-            param, view, slot = self._params[position], self._views[position], self.layout.slots[position]
-            grad = param.grad
-            if grad is view:
-                if slot.numel == 0 or view.data_ptr() == begin + slot.start * itemsize:
-                    continue
-                view = self._views[position] = self._view(slot)
-            if in_place:
-                self._refuse_converted(slot)
-                if grad is None:
-                    view.zero_()
-                else:
-                    view.copy_(grad.detach())
-                param.grad = view
-            elif grad is not None:
-                view.add_(grad.detach())
-                param.grad = None
-
-    def clear_gradients(self) -> None:
-        """Zero the buffer and point the gradients at it again."""
-        self.gradients_F.zero_()
-        for member in self.members:
-            if member.param.grad is not None and not self.accumulates_in_place:
-                member.param.grad = None
-        if self.accumulates_in_place:
-            self.point_gradients()
-
-    def named_slices(self, flat_F: Tensor) -> Iterator[tuple[NamedParameter, Tensor]]:
-        """Each member with its part of `flat_F`, in the parameter's own shape."""
-        for slot in self.layout.slots:
-            member = self.members[slot.index]
-            yield member, flat_F[slot.start : slot.stop].view(member.param.shape)
+    # -- masters to values to parameters ------------------------------------------------------------------------------
 
     def write_back(self, start: int, stop: int) -> None:
-        """Round elements `[start, stop)` of the master into the parameters."""
-        if self.parameters_F is not self.master_F:
-            self.parameters_F[start:stop].copy_(self.master_F[start:stop])
+        """Round `[start, stop)` of the master, within one extent, into `values`."""
+        if self._master_S is not None:
+            self.own_values(start, stop).copy_(self._master_S[start:stop])
+
+    def write_back_all(self) -> None:
+        """Round the whole master into `values`."""
+        for extent in self.extents:
+            self.write_back(extent.start, extent.stop)
+
+    @contextmanager
+    def replacing(self) -> Iterator[None]:
+        """Write `own_master` inside; afterwards the model holds it. All ranks of the shard axis enter it."""
+        with self.rewriting():
+            yield
+            self.write_back_all()
+        for work in self.gather_whole():
+            work.wait()
+
+    def gather_whole(self) -> list[Work]:
+        """Start to bring every rank's shards into whole parameters; nothing to do where they are sharded."""
+        if self.is_sharded or self.axis.size == 1:
+            return []
+        return [self.gatherer.gather_in_place(bucket.start, bucket.stop) for bucket in self.layout.buckets]
+
+    def gather_bucket(self, number: int, into_F: Tensor) -> Work:
+        """Start to bring bucket `number` of sharded parameters together in `into_F` (1-D, as long as the bucket)."""
+        return self.gatherer.gather(*self.layout.shard_range(self.layout.buckets[number]), into_F)
+
+    def show(self, number: int, whole_F: Tensor) -> None:
+        """Let the parameters of bucket `number` be views of `whole_F`, a gathered bucket."""
+        bucket = self.layout.buckets[number]
+        for slot in self._slots_of(bucket):
+            start = slot.start - bucket.start
+            self.members[slot.index].param.data = whole_F[start : start + slot.numel].view(self.shapes[slot.index])
+
+    def hide(self, number: int) -> None:
+        """Empty the parameters of bucket `number`."""
+        empty = self.values.new_empty(0)
+        for slot in self._slots_of(self.layout.buckets[number]):
+            self.members[slot.index].param.data = empty
+
+    def _slots_of(self, bucket: Bucket) -> tuple[Slot, ...]:
+        return self.layout.slots[bucket.first_slot : bucket.last_slot]
+
+    # -- gradients and end of life ------------------------------------------------------------------------------------
+
+    def attach_gradients(self, store: GradientStore) -> None:
+        """Say where gradients are kept (once, before the first backward)."""
+        self._gradients = store
+
+    @property
+    def gradients(self) -> GradientStore:
+        """Where gradients are kept."""
+        assert self._gradients is not None  # engine.build attaches them to every trained group
+        return self._gradients
 
     def release(self) -> None:
-        """Let go of gradients and back-references; the model keeps its values and works on without an engine."""
+        """Let go of gradients and back-references; whole parameters keep their values and work on without an engine."""
         for member in self.members:
             if owner_of(member.param) is self:  # else a newer engine has it, with its gradients
                 delattr(member.param, _OWNER)
                 member.param.grad = None
-        self._views = []
-        if self._reducer is not None:
-            self._reducer.close()
+        if self._gradients is not None:
+            self._gradients.close()
+        self.gatherer.close()
 
 
 def release_owner(param: nn.Parameter) -> None:
@@ -258,13 +384,13 @@ def release_owner(param: nn.Parameter) -> None:
 
 
 def place_of(param: nn.Parameter) -> tuple[FlatGroup, int] | None:
-    """The flat group that `param` lives in and the position of its slot there; None when no engine trains it."""
+    """The flat group that `param` lives in and the position of its slot there; None when no engine holds it."""
     place: Place | None = getattr(param, _OWNER, None)
     group = place.group_of(param) if place is not None else None
     return None if place is None or group is None else (group, place.position)
 
 
 def owner_of(param: nn.Parameter) -> FlatGroup | None:
-    """The flat group that `param` lives in; None for a parameter that no engine trains."""
+    """The flat group that `param` lives in; None for a parameter that no engine holds."""
     found = place_of(param)
     return None if found is None else found[0]

@@ -2,16 +2,17 @@
 
     for each sub-group       gradients ---- x factor, to full precision ----> scratch
                              scratch, master, state ---- optimizer.step() ---> master, state
-                             master ---- rounded ----> parameters
-                             gradients <---- 0
+                             master ---- rounded ----> values of the model
+    then                     values <---- the shards of the other ranks, where parameters are whole
 
 A sub-group is small enough to stay in the last-level cache, so the four lines cost one trip to memory although each is a
 torch call. Where the gradient needs no conversion (full precision, factor 1) the sub-group is everything: one call of the
 optimizer's fused kernel on views, without scratch.
 
-The torch optimizer never sees the model's parameters: its groups hold *slices* of the flat master. An optimizer whose update
-is not element-wise (`optim.is_elementwise`) gets one slice per parameter, in the parameter's shape, all of them in one call,
-and gives the same numbers as on the parameters themselves.
+The torch optimizer never sees the model's parameters: its groups hold *slices* of this rank's master, ranges of its shard
+space. An optimizer whose update is not element-wise (`optim.is_elementwise`) gets one slice per parameter, in its shape,
+all of them in one call, and gives the same numbers as on the parameters themselves; one that only needs sums over
+whole parameters (`needs_parameter_sums`) gets this rank's part of each and adds up over the ranks itself.
 
 What does not live here: the mean over ranks (`zero.reducer`), the value of the factor (`zero.optimizer`).
 
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +41,7 @@ _DEVICE_SUB_GROUP_NUMEL = 1 << 26  # elsewhere the scratch is what counts: 256 M
 
 @dataclass(frozen=True)
 class Slice:
-    """Elements `[start, stop)` of a flat group, as one parameter of the torch optimizer."""
+    """Elements `[start, stop)` of a flat group's shard space, as one parameter of the torch optimizer."""
 
     flat: FlatGroup
     start: int
@@ -53,7 +55,7 @@ class Slice:
 
     def pieces(self) -> Iterator[tuple[NamedParameter, int, int, int]]:
         """(parameter, first element of it, first element of this slice, elements) for everything in the slice."""
-        for f in self.flat.layout.fragments(self.start, self.stop):
+        for f in self.flat.own_fragments(self.start, self.stop):
             yield self.flat.members[f.index], f.param_start, f.buffer_start - self.start, f.numel
 
 
@@ -63,60 +65,85 @@ class MasterWeights:
     Re-points every `optimizer.param_groups[i]["params"]` at slices of the flat groups with `group_index` i.
 
     Args:
-        flats: flat groups with their gradient buffers attached.
+        flats: trained flat groups with their gradient stores attached.
         optimizer: a torch optimizer over the model's parameters; its step is called here and nowhere else.
         is_elementwise: whether slices may cut and join parameters.
+        sub_group_numel: most elements of a sub-group (`sub_group_size`); never more than suits the device.
     """
 
-    def __init__(self, flats: Sequence[FlatGroup], optimizer: Optimizer, *, is_elementwise: bool) -> None:
+    def __init__(
+        self,
+        flats: Sequence[FlatGroup],
+        optimizer: Optimizer,
+        *,
+        is_elementwise: bool,
+        sub_group_numel: int | None = None,
+    ) -> None:
         self.flats = tuple(flats)
         self.optimizer = optimizer
         self.is_elementwise = is_elementwise
         self._apply: Callable[[], Any] = optimizer.step
         self._client_params = [list(group["params"]) for group in optimizer.param_groups]
-        device = flats[0].master_F.device if flats else torch.device("cpu")
-        self._sub_group_numel = SUB_GROUP_NUMEL.get(device.type, _DEVICE_SUB_GROUP_NUMEL)
+        device = flats[0].values.device if flats else torch.device("cpu")
+        fitting = SUB_GROUP_NUMEL.get(device.type, _DEVICE_SUB_GROUP_NUMEL)
+        self._sub_group_numel = fitting if sub_group_numel is None else min(fitting, sub_group_numel)
         self.slices = tuple(s for flat in flats for s in self._cut(flat))
         self._scratch: dict[torch.dtype, Tensor] = {}
         self._show(self.slices)
 
     def _cut(self, flat: FlatGroup) -> Iterator[Slice]:
         if self.is_elementwise:
-            for start in range(0, flat.layout.numel, self._sub_group_numel):
-                stop = min(start + self._sub_group_numel, flat.layout.numel)
-                yield Slice(flat, start, stop, nn.Parameter(flat.master_F[start:stop]))
+            for extent in flat.extents:
+                for start in range(extent.start, extent.stop, self._sub_group_numel):
+                    stop = min(start + self._sub_group_numel, extent.stop)
+                    yield Slice(flat, start, stop, nn.Parameter(flat.own_master(start, stop)))
         else:
-            for slot in flat.layout.slots:
-                shape = flat.members[slot.index].param.shape
-                yield Slice(flat, slot.start, slot.stop, nn.Parameter(flat.master_F[slot.start : slot.stop].view(shape)))
+            for position, slot in enumerate(flat.layout.slots):
+                for f in flat.own_parts(position):
+                    stop = f.buffer_start + f.numel
+                    master = flat.own_master(f.buffer_start, stop)
+                    whole = master.view(flat.shapes[slot.index]) if f.numel == slot.numel else master
+                    yield Slice(flat, f.buffer_start, stop, nn.Parameter(whole))
 
     def _show(self, slices: Sequence[Slice]) -> None:
         """Let the optimizer see exactly `slices`."""
         for index, group in enumerate(self.optimizer.param_groups):
-            group["params"] = [s.param for s in slices if s.flat.group_index == index]
+            group["params"] = [s.param for s in slices if s.flat.kind.group_index == index]
 
     def step(self, factor: float) -> None:
-        """Update with gradients times `factor`; afterwards gradients are zero and parameters hold the rounded master."""
-        batches = list(self._batches(factor))
-        for batch in batches:
-            for s, grad in self._gradients(batch, factor):
-                s.param.grad = grad
+        """Update with gradients times `factor`; then the model holds the rounded master. Collective over the shard axis."""
+        with self.rewriting():
+            batches = list(self._batches(factor))
+            for batch in batches:
+                for s, grad in self._gradients(batch, factor):
+                    s.param.grad = grad
+                if len(batches) > 1:
+                    self._show(batch)
+                self._apply()
+                for s in batch:
+                    s.param.grad = None
+                    s.flat.write_back(s.start, s.stop)
+                    s.flat.gradients.spend(s.start, s.stop)
             if len(batches) > 1:
-                self._show(batch)
-            self._apply()
-            for s in batch:
-                s.param.grad = None
-                s.flat.write_back(s.start, s.stop)
-                s.flat.gradients_F[s.start : s.stop].zero_()
-        if len(batches) > 1:
-            self._show(self.slices)
+                self._show(self.slices)
+
+    @contextmanager
+    def rewriting(self) -> Iterator[None]:
+        """Write masters and values inside; afterwards whole parameters hold every rank's part. All ranks enter it."""
+        with ExitStack() as stack:
+            for flat in self.flats:
+                stack.enter_context(flat.rewriting())
+            yield
+        works = [work for flat in self.flats for work in flat.gather_whole()]
+        for work in works:
+            work.wait()
 
     def _batches(self, factor: float) -> Iterator[tuple[Slice, ...]]:
         """Slices that are stepped together: all, when no scratch is needed, else as many as the sub-group holds.
 
         An optimizer that is not element-wise steps once per update: it may count its calls or look at whole groups.
         """
-        needs_scratch = factor != 1.0 or any(flat.gradients_F.dtype != flat.master_F.dtype for flat in self.flats)
+        needs_scratch = factor != 1.0 or any(flat.gradients.dtype != flat.kind.master_dtype for flat in self.flats)
         if not (needs_scratch and self.is_elementwise):
             yield self.slices
             return
@@ -137,7 +164,7 @@ class MasterWeights:
             wanted[s.param.dtype] += s.numel
         used = Counter[torch.dtype]()
         for s in batch:
-            grad = s.flat.gradients_F[s.start : s.stop]
+            grad = s.flat.gradients.shard(s.start, s.stop)
             dtype = s.param.dtype
             if factor != 1.0 or grad.dtype != dtype:
                 begin = used[dtype]
@@ -155,15 +182,10 @@ class MasterWeights:
     def _scratch_for(self, dtype: torch.dtype, numel: int) -> Tensor:
         scratch = self._scratch.get(dtype)
         if scratch is None or scratch.numel() < numel:
-            scratch = self._scratch[dtype] = torch.empty(numel, dtype=dtype, device=self.flats[0].master_F.device)
+            scratch = self._scratch[dtype] = torch.empty(numel, dtype=dtype, device=self.flats[0].values.device)
         return scratch
 
     def unshow(self) -> None:
         """Let the optimizer see the model's parameters again: the walk is over for good."""
         for group, params in zip(self.optimizer.param_groups, self._client_params, strict=True):
             group["params"] = params
-
-    def refresh_parameters(self) -> None:
-        """Round the whole master into the parameters: after values were loaded."""
-        for flat in self.flats:
-            flat.write_back(0, flat.layout.numel)

@@ -11,6 +11,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from deepspeed import comm
+from deepspeed.topology.mesh import AxisGroup
+
 _ROW_NUMEL = 1024  # short enough that an fp32 sum keeps six to seven digits
 _BLOCK_NUMEL = _ROW_NUMEL << 6  # of 16-bit values: converted in the cache, not in memory
 
@@ -25,6 +28,13 @@ def sum_of_squares(flats: Sequence[Tensor]) -> Tensor:
         return torch.zeros((), dtype=torch.float64)
     joined = torch.cat(norms)
     return (joined if joined.device.type == "mps" else joined.double()).square().sum()
+
+
+def sum_over_shards(local: Tensor, axis: AxisGroup) -> Tensor:
+    """Add `local` (0-d) over the ranks of the shard axis. Collective; with one rank it is `local` itself."""
+    if axis.size > 1:
+        comm.all_reduce(local, group=axis.group)
+    return local
 
 
 def total(flat: Tensor) -> Tensor:

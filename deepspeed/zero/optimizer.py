@@ -18,13 +18,14 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import torch
 from torch.optim import Optimizer
 
 from deepspeed.common.logging import get_logger
 from deepspeed.errors import UsageError
 from deepspeed.precision.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.zero.master import MasterWeights
-from deepspeed.zero.norm import sum_of_squares
+from deepspeed.zero.norm import sum_of_squares, sum_over_shards, total
 from deepspeed.zero.reducer import GradientReducer
 from deepspeed.zero.state_io import hand_back
 
@@ -40,7 +41,7 @@ class DeepSpeedOptimizer:
 
 
 class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
-    """A torch optimizer over the flat masters, stepped by the engine.
+    """A torch optimizer over this rank's masters, stepped by the engine.
 
     Args:
         master: the walk; its `optimizer` is the torch optimizer that is wrapped.
@@ -50,6 +51,7 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
         gradient_multiplier: 1, or the number of data-parallel ranks where gradients are summed instead of averaged.
         skips_nonfinite: skip an update whose norm is infinite or NaN; off only where the config says so.
         divisor: what the gradient accumulated so far is divided by, asked anew each time.
+        computes_norm: False leaves the norm out (`compute_grad_norm`); non-finite gradients are still noticed.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
         clip: float = 0.0,
         gradient_multiplier: float = 1.0,
         skips_nonfinite: bool = True,
+        computes_norm: bool = True,
     ) -> None:
         # Optimizer.__init__ is not called: every attribute it would make is the wrapped optimizer's (see __getattr__).
         self.optimizer = master.optimizer
@@ -71,6 +74,7 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
         self.clip = clip
         self.gradient_multiplier = gradient_multiplier
         self.skips_nonfinite = skips_nonfinite
+        self.computes_norm = computes_norm
         self.divisor = divisor
         self.overflow = False
         self.global_norm: float | None = None
@@ -102,17 +106,32 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
         for flat in self.master.flats:
             flat.adopt_edits()
         base = self.gradient_factor()
-        squares = sum_of_squares([flat.gradients_F for flat in self.master.flats])
-        self.global_norm = math.sqrt(squares.item()) * base if squares.item() >= 0 else math.nan
-        self.overflow = self.skips_nonfinite and not math.isfinite(self.global_norm)
+        magnitude = self._magnitude(base)
+        self.global_norm = magnitude if self.computes_norm else None
+        self.overflow = self.skips_nonfinite and not math.isfinite(magnitude)
         if self.overflow:
             self._report_skip(step_number)
             self.zero_grad()
         else:
-            self.master.step(base * self._clip_coefficient(self.global_norm))
-        self.reducer.is_reduced = False
+            self.master.step(base * self._clip_coefficient(magnitude))
+        for flat in self.master.flats:
+            flat.gradients.close_window()
+        self.reducer.close_window()
         self.loss_scaler.update(self.overflow)
         return not self.overflow
+
+    def _magnitude(self, base: float) -> float:
+        """The global gradient norm, or any number that is finite when all gradients are. Collective over the shard axis."""
+        flats = self.master.flats
+        if not flats:
+            return 0.0
+        shards = [shard for flat in flats for shard in flat.gradients.shards()]
+        if not self.computes_norm:
+            return float(
+                sum_over_shards(torch.stack([total(shard).double() for shard in shards]).sum(), flats[0].axis).item()
+            )
+        squares = float(sum_over_shards(sum_of_squares(shards), flats[0].axis).item())
+        return math.sqrt(squares) * base if squares >= 0 else math.nan
 
     def _clip_coefficient(self, norm: float) -> float:
         return min(1.0, self.clip / (norm + _CLIP_EPS)) if self.clip > 0 else 1.0
@@ -135,7 +154,7 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop accumulated gradients. `set_to_none` is accepted for torch's signature: the flat buffer always stays."""
         for flat in self.master.flats:
-            flat.clear_gradients()
+            flat.gradients.drop()
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
         """Refuse: the buffers were laid out, and the ranks agreed on them, when the engine was made."""

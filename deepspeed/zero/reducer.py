@@ -1,20 +1,22 @@
 """Gradients of all ranks become their mean, bucket by bucket, while backward still runs.
 
     autograd   g9 g8 | g7 g6 | g5 ...            one hook per parameter: "bucket, one fewer to wait for"
-    bucket     [ 0  ]  full -> launch(0)          asynchronous, in place, in ONE order that all ranks share
+    bucket     [ 0  ]  full -> launch(0)          asynchronous, in ONE order that all ranks share
                        [ 1  ]  full -> launch(1)
-    end        launch what is left (unused parameters count as zero), then wait: every bucket holds the mean
+    end        launch what is left (unused parameters count as zero), then wait: every shard holds its mean
 
-Three facts carry the design:
+What is kept between backward passes, and whether each of them is reduced or only the last before an update, is the
+business of the stores (`zero.gradients`). Three facts carry the design:
 
-1. The result is the mean of what the buffer holds, and after a reduction all ranks hold the same A. If more gradients l_r
-   are added before `step()`, the mean of (A + l_r) is A + mean(l_r): reducing again is right, and nothing need be kept
-   apart. Several backward calls per step, nested (reentrant) backward passes and `no_sync` all rest on this.
+1. The mean over ranks is linear: the mean of what was accumulated and the sum of the means of its parts are the same.
+   Several backward calls per step, nested (reentrant) backward passes and `no_sync` all rest on this.
 2. Buckets are launched in a fixed order, whatever order ranks finish them in, so collectives always pair up.
 3. A bucket may only be launched before the end of backward when no parameter in it will receive another gradient in the
-   same backward. Each backward up to the first reduction counts arrivals and launches nothing early; when any parameter on
-   any rank arrives twice within one backward (layers shared under reentrant recomputation), overlap stays off for good. A
-   rank may have no gradient at all in that step, so agreeing is part of the reduction. [Note: arrivals are learned]
+   same backward. In each backward up to the first reduction arrivals are counted; a bucket in which any parameter on any
+   rank arrived twice (layers shared under reentrant recomputation) is left to the end for good. A rank may have no gradient
+   at all in that step, so agreeing is part of the reduction. Where a whole gradient is kept, nothing is launched early
+   before that is
+   known; where only shards are kept it is, and what came late is launched again. [Note: arrivals are learned]
 
 What does not live here: dividing by accumulation steps, loss scale, clipping (one factor in `zero.master`).
 """
@@ -22,7 +24,7 @@ What does not live here: dividing by accumulation steps, loss scale, clipping (o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,79 +32,97 @@ from torch.autograd import Variable
 
 from deepspeed import comm
 from deepspeed.errors import UsageError
-from deepspeed.sharding import Bucket
 from deepspeed.topology.mesh import AxisGroup
 from deepspeed.zero.flat import FlatGroup
 from deepspeed.zero.norm import total
 from deepspeed.zero.row_sparse import mean_rows
 
+_NAMES_SHOWN = 3
 
-class _Work(Protocol):
-    def wait(self) -> Any: ...
+BucketCollected = Callable[[FlatGroup, int], None]
+"""Told when the gradients of a bucket (group, number) have left autograd's hands."""
 
 
-class _DenseBucket:
+class _Bucket:
     """One bucket's progress through one backward."""
 
-    def __init__(self, flat: FlatGroup, bucket: Bucket, axis: AxisGroup) -> None:
+    def __init__(self, flat: FlatGroup, number: int, axis: AxisGroup) -> None:
         self.flat = flat
-        self.bucket = bucket
+        self.number = number
         self.axis = axis
+        bucket = flat.layout.buckets[number]
         self.slots = flat.layout.slots[bucket.first_slot : bucket.last_slot]
         self.order = min(flat.members[slot.index].order for slot in self.slots)
         self.pending = len(self.slots)
         self.is_launched = False
+        self.is_deferred = False
+        """Launched at the end of backward only ([Note: arrivals are learned])."""
+
+        self.has_arrived_late = False
         self.has_nonfinite: Tensor | None = None
-        self._work: _Work | None = None
 
     def launch(self) -> None:
         """Start the mean over ranks; remember whether this rank brought a non-finite value."""
-        self.flat.collect(self.bucket.first_slot, self.bucket.last_slot)
+        mine = self.flat.gradients.collect(self.number)
         self.is_launched = True
+        self.has_arrived_late = False
         if self.axis.size > 1:
-            values = self.flat.gradients_F[self.bucket.start : self.bucket.stop]
-            self.has_nonfinite = torch.isfinite(total(values)).logical_not()
+            bad = torch.isfinite(total(mine)).logical_not()
+            self.has_nonfinite = bad if self.has_nonfinite is None else self.has_nonfinite | bad
             self._start()
 
     def _start(self) -> None:
-        self._work = self.flat.reducer.launch(self.bucket.start, self.bucket.stop)
+        self.flat.gradients.launch(self.number)
 
     def wait(self) -> None:
-        """Block (the caller, or its stream) until the bucket holds the mean."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        """Block (the caller, or its stream) until the bucket is reduced."""
+        self.flat.gradients.wait(self.number)
 
     def reset(self) -> None:
         """Be ready for the next backward."""
         self.pending = len(self.slots)
-        self.is_launched = False
+        self.is_launched = self.has_arrived_late = False
 
-    def nonfinite_names(self) -> list[str]:
-        """Parameters of the bucket whose gradient holds an infinity or NaN now."""
-        grads = self.flat.gradients_F
-        bad = [slot for slot in self.slots if not bool(torch.isfinite(grads[slot.start : slot.stop]).all())]
-        return [self.flat.members[slot.index].name for slot in bad]
+    def names(self) -> str:
+        """The first parameters, for messages."""
+        return ", ".join(repr(self.flat.members[slot.index].name) for slot in self.slots[:_NAMES_SHOWN])
+
+    def nonfinite_members(self) -> list[float]:
+        """For each slot whether this rank's shard of its gradient holds an infinity or NaN now, as 0 or 1."""
+        bad = []
+        for position in range(*self._slot_range):
+            parts = self.flat.own_parts(position)
+            shards = [self.flat.gradients.shard(f.buffer_start, f.buffer_start + f.numel) for f in parts]
+            bad.append(float(any(not bool(torch.isfinite(shard).all()) for shard in shards)))
+        return bad
+
+    @property
+    def _slot_range(self) -> tuple[int, int]:
+        bucket = self.flat.layout.buckets[self.number]
+        return bucket.first_slot, bucket.last_slot
 
 
-class _RowSparseBucket(_DenseBucket):
+class _RowSparseBucket(_Bucket):
     """An embedding table: only the rows that some rank touched travel."""
 
     def _start(self) -> None:
         for slot in self.slots:
-            shape = self.flat.members[slot.index].param.shape
-            mean_rows(self.flat.gradients_F[slot.start : slot.stop].view(shape), self.axis)
+            gradient = self.flat.gradients.shard(slot.start, slot.stop)
+            mean_rows(gradient.view(self.flat.shapes[slot.index]), self.axis)
 
 
 class GradientReducer:
     """Hooks, buckets and waiting for one engine.
 
     Args:
-        flats: the flat groups; their gradient buffers are attached.
+        flats: the trained flat groups; their gradient stores are attached.
         axis: the ranks whose mean is taken.
-        is_boundary: asked once at the start of each backward: may this one reduce?
+        is_boundary: asked once at the start of each backward: is it the last before the update?
         check_scaled: called at the start of each backward; raises when the loss should have been scaled (fp16).
-        is_overlapped: launch full buckets during backward (`overlap_comm`).
+        is_overlapped: launch full buckets during backward (`overlap_comm`); False waits for each at once where buckets must
+            not wait for the end of backward, and launches all at the end elsewhere.
+        allows_unused: accept parameters without a gradient (`ignore_unused_parameters`).
+        on_collected: see `BucketCollected`.
     """
 
     def __init__(
@@ -113,18 +133,29 @@ class GradientReducer:
         is_boundary: Callable[[], bool],
         check_scaled: Callable[[], None] | None = None,
         is_overlapped: bool = True,
+        allows_unused: bool = True,
+        on_collected: BucketCollected | None = None,
     ) -> None:
         self.flats = tuple(flats)
         self.axis = axis
         self._is_boundary = is_boundary
         self._check_scaled = check_scaled
-        kinds = {True: _RowSparseBucket, False: _DenseBucket}
-        buckets = [kinds[flat.is_row_sparse](flat, bucket, axis) for flat in flats for bucket in flat.layout.buckets]
+        self._allows_unused = allows_unused
+        self._on_collected = on_collected
+        self._is_overlapped = is_overlapped
+        kinds = {True: _RowSparseBucket, False: _Bucket}
+        buckets = [
+            kinds[flat.kind.is_row_sparse](flat, number, axis)
+            for flat in flats
+            for number in range(len(flat.layout.buckets))
+        ]
         self._buckets = sorted(buckets, key=lambda bucket: -bucket.order)  # backward ends them in about this order
         self._next = 0
-        self._may_overlap = is_overlapped and axis.size > 1 and bool(buckets)
+        self.reduces_every_backward = any(flat.gradients.reduces_every_backward for flat in flats)
+        is_shared = axis.size > 1 and bool(buckets)
+        self._may_overlap = is_shared and (is_overlapped or self.reduces_every_backward)
         self._arrivals: set[int] | None = set() if self._may_overlap else None  # [Note: arrivals are learned]
-        self._has_shared = False
+        self._twice: set[int] = set()
         self._is_running = self._is_reducing = self._is_driven = False
         self.is_reduced = self._is_removed = False
         self.sync_enabled = True
@@ -136,31 +167,27 @@ class GradientReducer:
         """One hook per parameter, where one is needed: alone and in place, autograd's own adds do everything."""
         for flat in self.flats:
             flat.on_replaced = self.remove
-        is_needed = self.axis.size > 1 or self._check_scaled is not None
+        watches = self._check_scaled is not None or self._on_collected is not None or not self._allows_unused
+        is_needed = self.axis.size > 1 or watches
         return [
-            self._hook(bucket, position)
+            self._hook(bucket, slot.index)
             for bucket in self._buckets
-            if is_needed or not bucket.flat.accumulates_in_place
-            for position in range(bucket.bucket.first_slot, bucket.bucket.last_slot)
+            if is_needed or not bucket.flat.gradients.keeps_param_grads
+            for slot in bucket.slots
         ]
 
-    def _hook(self, bucket: _DenseBucket, position: int) -> Any:
-        flat = bucket.flat
-        index = flat.layout.slots[position].index
-        in_place = flat.accumulates_in_place
-
+    def _hook(self, bucket: _Bucket, index: int) -> Any:
         def grad_ready(_: Tensor) -> None:
             if not self._is_running:
                 self._before_backward()
-            if not in_place:
-                flat.collect(position, position + 1)
             bucket.pending -= 1
             if self._arrivals is not None:
-                self._count(id(flat.members[index].param))
-            elif bucket.pending <= 0 and self._is_reducing:
+                self._count(bucket, key)
+            if bucket.pending <= 0 and self._is_reducing:
                 self._bucket_full(bucket)
 
-        param: Any = flat.members[index].param  # torch leaves this method untyped
+        param: Any = bucket.flat.members[index].param  # torch leaves this method untyped
+        key = id(param)
         return param.register_post_accumulate_grad_hook(grad_ready)
 
     def _before_backward(self) -> None:
@@ -171,33 +198,48 @@ class GradientReducer:
         self.is_reduced = False
         if self._arrivals is not None:
             self._arrivals.clear()
-        self._is_reducing = self._may_overlap and self._may_reduce
+        is_early = self.reduces_every_backward or self._arrivals is None
+        self._is_reducing = self._may_overlap and self._may_reduce and is_early
         if not self._is_driven:  # plain loss.backward(): ask autograd to call us when it is done
             Variable._execution_engine.queue_callback(self.after_backward)
 
-    def _count(self, key: int) -> None:
+    def _count(self, bucket: _Bucket, key: int) -> None:
         """[Note: arrivals are learned]."""
         assert self._arrivals is not None  # the hook asked
-        self._has_shared |= key in self._arrivals
+        if key in self._arrivals:
+            self._twice.add(id(bucket))
         self._arrivals.add(key)
 
-    def _bucket_full(self, bucket: _DenseBucket) -> None:
+    def _bucket_full(self, bucket: _Bucket) -> None:
         if bucket.is_launched:
-            name = bucket.flat.members[bucket.slots[0].index].name
-            raise UsageError(
-                f"the bucket of parameter {name!r} received another gradient in one backward after it was reduced; that "
-                "did not happen in the first step: recomputation with use_reentrant=True was probably switched on since. "
-                'Set "zero_optimization": {"overlap_comm": false}, or recompute with use_reentrant=False.'
-            )
-        while self._next < len(self._buckets) and self._buckets[self._next].pending <= 0:
-            self._buckets[self._next].launch()
+            if self._arrivals is None:
+                raise UsageError(
+                    f"the bucket of parameter {bucket.names()} received another gradient in one backward after it was "
+                    "reduced; that did not happen in the first step: recomputation with use_reentrant=True was probably "
+                    'switched on since. Recompute with use_reentrant=False, or (stages 0 and 1) set "zero_optimization": '
+                    '{"overlap_comm": false}.'
+                )
+            bucket.has_arrived_late = True
+            return
+        while self._next < len(self._buckets) and self._is_ready(self._buckets[self._next]):
+            self._launch(self._buckets[self._next])
             self._next += 1
+
+    def _is_ready(self, bucket: _Bucket) -> bool:
+        return bucket.pending <= 0 and not bucket.is_deferred
+
+    def _launch(self, bucket: _Bucket) -> None:
+        bucket.launch()
+        if not self._is_overlapped:
+            bucket.wait()
+        if self._on_collected is not None:
+            self._on_collected(bucket.flat, bucket.number)
 
     # -- one backward -------------------------------------------------------------------------------------------------
 
     @property
     def _may_reduce(self) -> bool:
-        return self.sync_enabled and self._is_boundary()
+        return self.reduces_every_backward or (self.sync_enabled and self._is_boundary())
 
     def drive(self, backward: Callable[[], None]) -> None:
         """Run `backward()` (it calls autograd) and finish what it started: the engine's own backward."""
@@ -213,9 +255,10 @@ class GradientReducer:
         self.after_backward()
 
     def after_backward(self) -> None:
-        """Backward is over: at a boundary, launch the rest and wait for all."""
+        """Backward is over: where it is to be reduced, launch the rest and wait for all."""
         if self._may_reduce:
             self.reduce()
+            self.is_reduced = self.is_reduced and self.sync_enabled and self._is_boundary()
         else:
             self._end()
 
@@ -224,40 +267,68 @@ class GradientReducer:
 
         A gradient that the caller has dropped or replaced since then counts as it is now, on this rank.
         """
-        if not self.is_reduced:
+        self._require_members()
+        if not (self.is_reduced or self.reduces_every_backward):
             self.reduce()
             return
-        self._require_members()
-        for flat in self.flats:
-            flat.collect()
+        for bucket in self._buckets:
+            if bucket.flat.gradients.keeps_param_grads:
+                bucket.flat.gradients.collect(bucket.number)
 
     def reduce(self) -> None:
         """Bring every bucket to the mean over ranks. Collective over `axis`."""
         self._require_members()
+        if not self._allows_unused:
+            self._refuse_unused()
         for bucket in self._buckets[self._next :]:
-            bucket.launch()
-        for bucket in self._buckets:
-            bucket.wait()
+            self._launch(bucket)
         if self._arrivals is not None:
             self._learn()
+        for bucket in self._buckets:
+            bucket.wait()
         self.is_reduced = self.axis.size > 1  # alone there is nothing to redo, and `collect` must still see late edits
         self._end()
 
     def _learn(self) -> None:
-        """[Note: arrivals are learned]: all ranks agree, once any has seen gradients, whether a parameter arrives twice."""
-        flags = torch.tensor([bool(self._arrivals), self._has_shared], dtype=torch.float32)
-        flags = flags.to(self.flats[0].parameters_F.device)
+        """[Note: arrivals are learned]: all ranks agree, once any has seen gradients, in which buckets some arrive twice."""
+        mine = [float(bool(self._arrivals))]
+        mine += [float(id(bucket) in self._twice) + 2.0 * bucket.has_arrived_late for bucket in self._buckets]
+        flags = torch.tensor(mine, device=self.flats[0].values.device)
         comm.all_reduce(flags, op=comm.ReduceOp.MAX, group=self.axis.group)
-        has_arrivals, has_shared = flags.tolist()
+        has_arrivals, *of_buckets = flags.tolist()
+        for bucket, flag in zip(self._buckets, of_buckets, strict=True):
+            bucket.is_deferred |= flag > 0
+            if flag >= 2:  # somewhere a gradient came after the launch: once more, on all ranks
+                bucket.wait()
+                bucket.launch()
         if has_arrivals:
             self._arrivals = None
-            self._may_overlap = not has_shared
+            self._buckets.sort(key=lambda bucket: bucket.is_deferred)  # stable: the others keep their order
+
+    def _refuse_unused(self) -> None:
+        """All ranks agree first, so that all raise together."""
+        unused = [bucket for bucket in self._buckets if bucket.pending > 0]
+        flag = torch.tensor(float(bool(unused)), device=self.flats[0].values.device)
+        if self.axis.size > 1:
+            comm.all_reduce(flag, op=comm.ReduceOp.MAX, group=self.axis.group)
+        if flag.item():
+            here = unused[0].names() if unused else "none on this rank"
+            raise UsageError(
+                f"parameters without a gradient in this backward, on this rank in the bucket of: {here}; "
+                "zero_optimization.ignore_unused_parameters is false. Use them in the loss, freeze them, or leave it out."
+            )
 
     def _end(self) -> None:
         self._is_running = self._is_reducing = False
         self._next = 0
         for bucket in self._buckets:
             bucket.reset()
+
+    def close_window(self) -> None:
+        """The update was made or skipped."""
+        self.is_reduced = False
+        for bucket in self._buckets:
+            bucket.has_nonfinite = None
 
     def abandon(self) -> None:
         """An exception left autograd: wait for what was started so that ranks stay paired, then forget it."""
@@ -277,16 +348,20 @@ class GradientReducer:
 
         Call on all ranks after `reduce()`, when the norm turned out not to be finite.
         """
-        device = self.flats[0].parameters_F.device
+        device = self.flats[0].values.device
         zero = torch.zeros((), device=device)
         mine_B = torch.stack([(b.has_nonfinite if b.has_nonfinite is not None else zero).float() for b in self._buckets])
         flags_RB = torch.ones(self.axis.size, len(self._buckets), device=device)
+        members = torch.tensor([flag for bucket in self._buckets for flag in bucket.nonfinite_members()], device=device)
         if self.axis.size > 1:
             comm.all_gather_into_tensor(flags_RB.view(-1), mine_B, group=self.axis.group)
+            comm.all_reduce(members, op=comm.ReduceOp.MAX, group=self.axis.group)
+        is_bad = iter(members.tolist())
         origin: dict[str, list[int]] = {}
         for bucket, flags_R in zip(self._buckets, flags_RB.unbind(1), strict=True):
             ranks = [rank for rank, flag in zip(self.axis.ranks, flags_R.tolist(), strict=True) if flag > 0]
-            origin.update((name, ranks) for name in bucket.nonfinite_names())
+            names = [bucket.flat.members[slot.index].name for slot in bucket.slots if next(is_bad)]
+            origin.update((name, ranks) for name in names)
         return origin
 
     def _require_members(self) -> None:

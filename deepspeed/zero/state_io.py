@@ -1,6 +1,6 @@
 """Optimizer state by parameter name, out of the slices and back into them.
 
-    slices          | exp_avg of [p3|p2 |p1..] |  | exp_avg of [..p1|p0|..] |       step: one number per slice
+    slices          | exp_avg of [p3|p2 |p1..] |  | exp_avg of [..p1|p0|..] |       step: one number per slice, this rank's
     by name         exp_avg of p3, p2, p1, p0: tensors in the parameter's shape      step: one number per parameter
 
 Tensors of a slice's size are cut at parameters; everything else ("scalars") is kept once per parameter. The names make state
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.errors import CheckpointError
-from deepspeed.sharding import Slot, even_range
+from deepspeed.sharding import Fragment, even_range
 from deepspeed.zero.flat import FlatGroup, NamedParameter
 from deepspeed.zero.master import MasterWeights, Slice
 
@@ -28,35 +28,43 @@ Scalars = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class StatePiece:
-    """Elements `[start, start + len(values))` of state `key` of a parameter, flattened."""
+    """Elements `[start, start + len(values))` of state `key` of a parameter of `shape`, flattened."""
 
     member: NamedParameter
+    shape: torch.Size
     key: str
     start: int
     values: Tensor
 
 
 def state_pieces(master: MasterWeights, parts: int = 1, part: int = 0) -> Iterator[StatePiece]:
-    """Tensor state in the `part`-th of `parts` even ranges of each flat group, as views of the optimizer's own tensors."""
+    """Tensor state in the `part`-th of `parts` even ranges of this rank's shard space of each flat group, as views."""
     for s in master.slices:
-        low, high = even_range(s.flat.layout.numel, parts, part)
+        low, high = even_range(s.flat.layout.shard_numel, parts, part)
         for key, value in master.optimizer.state.get(s.param, {}).items():
             if _is_sliced(key, value, s):
                 flat = value.detach().reshape(-1)
-                for f in s.flat.layout.fragments(max(low, s.start), min(high, s.stop)):
+                for f in s.flat.own_fragments(max(low, s.start), min(high, s.stop)):
                     begin = f.buffer_start - s.start
-                    yield StatePiece(s.flat.members[f.index], key, f.param_start, flat[begin : begin + f.numel])
+                    yield StatePiece(
+                        s.flat.members[f.index], s.flat.shapes[f.index], key, f.param_start, flat[begin : begin + f.numel]
+                    )
 
 
-def state_of(master: MasterWeights, flat: FlatGroup, slot: Slot, key: str) -> list[Tensor]:
-    """State `key` of the parameter at `slot` of `flat`, as 1-D views in order; empty when there is no such tensor (yet)."""
-    views = []
-    for s in master.slices:
-        low, high = max(slot.start, s.start), min(slot.stop, s.stop)
-        value = master.optimizer.state.get(s.param, {}).get(key) if s.flat is flat and low < high else None
-        if value is not None and _is_sliced(key, value, s):
-            views.append(value.detach().view(-1)[low - s.start : high - s.start])
-    return views
+def state_of(master: MasterWeights, flat: FlatGroup, position: int, key: str) -> list[tuple[Fragment, Tensor]]:
+    """State `key` of this rank's parts of the parameter at `position` of `flat`: (part, 1-D view of its values).
+
+    Empty when there is no such tensor (yet). `param_start` of a part says where in the flattened parameter it lies.
+    """
+    found = []
+    for part in flat.own_parts(position):
+        for s in master.slices:
+            low, high = max(part.buffer_start, s.start), min(part.buffer_start + part.numel, s.stop)
+            value = master.optimizer.state.get(s.param, {}).get(key) if s.flat is flat and low < high else None
+            if value is not None and _is_sliced(key, value, s):
+                here = Fragment(part.index, part.param_start + low - part.buffer_start, low, high - low)
+                found.append((here, value.detach().view(-1)[low - s.start : high - s.start]))
+    return found
 
 
 def state_scalars(master: MasterWeights) -> Scalars:
@@ -128,8 +136,14 @@ def carry_state(master: MasterWeights, client_state: Mapping[int, dict[str, Any]
 def hand_back(master: MasterWeights) -> None:
     """Inverse of `carry_state`: the optimizer holds the model's parameters again, each with its own state.
 
-    State keeps its dtype: after 16-bit training it is that of the masters.
+    State keeps its dtype: after 16-bit training it is that of the masters. Where state is sharded over ranks the optimizer
+    starts anew: bringing it together would take every rank, and this is not a collective call (a checkpoint keeps it).
     """
+    if any(flat.axis.size > 1 for flat in master.flats):
+        for s in master.slices:
+            master.optimizer.state.pop(s.param, None)
+        master.unshow()
+        return
     scalars = state_scalars(master)
     pieces: dict[str, dict[str, list[StatePiece]]] = {}
     for piece in state_pieces(master):

@@ -1,0 +1,283 @@
+"""Which parameters are laid out together, which are sharded, and where gradients are kept: the ZeRO stage made concrete.
+
+    stage   parameters   gradients   shard axis         (docs/adr/0008-sharded-stages.md has the whole table)
+    0       whole        views       this rank alone
+    1       whole        whole       data-parallel ranks
+    2       whole        sharded     data-parallel ranks
+    3       sharded, those above `param_persistence_threshold`; the others as at stage 2
+
+Lives here: the choice. Does not live here: what a flat group or a gradient store does (`zero`), the optimizer
+(`engine.build`, which calls this).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from deepspeed import comm
+from deepspeed.comm.algorithms import (
+    FlatGatherer,
+    FlatReduceScatterer,
+    LocalGatherer,
+    LocalReduceScatterer,
+    flat_all_reducer,
+    flat_gatherer,
+    flat_reduce_scatterer,
+)
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.config.zero import ZeroConfig
+from deepspeed.errors import ArgumentError
+from deepspeed.precision.policy import DtypePolicy, low_precision_parameters
+from deepspeed.sharding import FlatLayout, effective_bucket_numel
+from deepspeed.topology.mesh import AxisGroup, ParallelMesh
+from deepspeed.zero.flat import FlatGroup, Kind, NamedParameter, owner_of
+from deepspeed.zero.gradient_store import GradientStore
+from deepspeed.zero.gradients import ShardedGradients, ViewGradients, WholeGradients, largest_bucket_numel
+from deepspeed.zero.holder import holder_of
+
+_BUCKETS_IN_FLIGHT = 2
+_BROADCAST_NUMEL = 1 << 22  # elements that travel together when ranks start from the first rank's values
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The flat groups of one engine, and the axes they are laid out for."""
+
+    trained: tuple[FlatGroup, ...]
+    frozen: tuple[FlatGroup, ...]
+    """Sharded parameters that no optimizer updates (stage 3)."""
+
+    shard_axis: AxisGroup
+    """Ranks that hold different shards."""
+
+    replica_axis: AxisGroup
+    """Ranks that hold the same shards."""
+
+    @property
+    def flats(self) -> tuple[FlatGroup, ...]:
+        """All flat groups."""
+        return self.trained + self.frozen
+
+    @property
+    def sharded(self) -> tuple[FlatGroup, ...]:
+        """The flat groups whose parameters are sharded."""
+        return tuple(flat for flat in self.flats if flat.is_sharded)
+
+
+def plan_partition(
+    module: nn.Module, config: DeepSpeedConfig, mesh: ParallelMesh, policy: DtypePolicy, optimizer: Optimizer | None
+) -> Partition:
+    """Move the parameters of `module` into flat groups. Collective over the data-parallel ranks.
+
+    Args:
+        module: on its device; parameters that `zero.Init` has sharded are taken over.
+        config: of the engine.
+        mesh: of the ranks.
+        policy: dtypes.
+        optimizer: its groups say what is trained; None: nothing is.
+
+    Raises:
+        ArgumentError: the optimizer holds a parameter that is not the module's.
+    """
+    zero, data = config.zero_optimization, mesh.data_parallel
+    alone = AxisGroup((mesh.rank,), mesh.rank)
+    shard_axis, replica_axis = (data, alone) if zero.stage >= 1 else (alone, data)
+    planner = _Planner(module, config, policy, shard_axis)
+    groups = list(planner.group_members(optimizer))
+    flats = [planner.build(kind, members) for kind, members in groups]
+    return Partition(
+        tuple(flat for flat in flats if flat.kind.is_trained),
+        tuple(flat for flat in flats if not flat.kind.is_trained),
+        shard_axis,
+        replica_axis,
+    )
+
+
+class _Planner:
+    def __init__(self, module: nn.Module, config: DeepSpeedConfig, policy: DtypePolicy, axis: AxisGroup) -> None:
+        self.zero = config.zero_optimization
+        self.policy = policy
+        self.axis = axis
+        autocast = config.torch_autocast
+        safe = (autocast.lower_precision_safe_modules or ()) if autocast.enabled else ()
+        self.low = low_precision_parameters(module, safe)
+        self.row_sparse = _row_sparse(module, every=config.sparse_gradients) if self.zero.stage == 0 else set()
+        shapes = {id(p): getattr(p, "ds_shape", p.shape) for p in module.parameters()}
+        named = list(module.named_parameters())
+        self.sharded = _sharded({id(p): shapes[id(p)].numel() for _, p in named}, self.zero)
+        self.names = {id(p): NamedParameter(name, p, order, 0, shapes[id(p)]) for order, (name, p) in enumerate(named)}
+        self.total_numel = sum(shape.numel() for shape in shapes.values())
+
+    def group_members(self, optimizer: Optimizer | None) -> Iterator[tuple[Kind, list[NamedParameter]]]:
+        """One entry per optimizer group, dtypes and treatment; then what is sharded although nothing trains it."""
+        trained: set[int] = set()
+        for index, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
+            yield from self._by_kind(index, (p for p in group["params"] if p.requires_grad))
+            trained.update(id(p) for p in group["params"] if p.requires_grad)
+        others = [m.param for m in self.names.values() if id(m.param) not in trained and id(m.param) in self.sharded]
+        yield from self._by_kind(-1, others)
+
+    def _by_kind(self, index: int, params: Iterable[nn.Parameter]) -> Iterator[tuple[Kind, list[NamedParameter]]]:
+        by_kind: dict[Kind, list[NamedParameter]] = {}
+        for param in params:
+            member = self.names.get(id(param))
+            if member is None:
+                raise ArgumentError(
+                    f"the optimizer's group {index} holds a parameter of shape {tuple(param.shape)} that is not in the "
+                    "model. Build the optimizer from the parameters of the same model object, after destroy() of any "
+                    "engine that had it."
+                )
+            kind = Kind(
+                index,
+                self.policy.param_for(param),
+                self.policy.master_for(param) if index >= 0 else self.policy.param_for(param),
+                is_sharded=id(param) in self.sharded,
+                is_row_sparse=id(param) in self.row_sparse,
+                is_low_precision=id(param) in self.low,
+            )
+            by_kind.setdefault(kind, []).append(member)
+        for kind, members in by_kind.items():
+            yield kind, sorted(members, key=lambda m: m.order)
+
+    def build(self, kind: Kind, members: list[NamedParameter]) -> FlatGroup:
+        """Lay `members` out and move them in."""
+        zero = self.zero
+        numels = [member.whole_shape.numel() for member in members if member.whole_shape is not None]
+        at_most = (
+            min(zero.reduce_bucket_size, zero.allgather_bucket_size) if zero.stage in (1, 2) else zero.reduce_bucket_size
+        )
+        layout = FlatLayout.plan(
+            numels,
+            bucket_numel=1 if kind.is_row_sparse else effective_bucket_numel([self.total_numel], at_most),
+            alignment=kind.alignment,
+            world_size=self.axis.size,
+            units=[member.unit for member in members] if kind.is_sharded else None,
+        )
+        numel = layout.shard_numel if kind.is_sharded else layout.numel
+        gatherer = _gatherer(numel, kind.param_dtype, members[0].param.device, self.axis)
+        return FlatGroup(members, kind, layout, gatherer, self.axis)
+
+
+def _sharded(numels: Mapping[int, int], zero: ZeroConfig) -> set[int]:
+    """Keys of what stage 3 shards: all but small parameters, as long as those together stay small."""
+    if zero.stage < 3:
+        return set()
+    persistent_numel = 0
+    sharded = set()
+    for key, numel in numels.items():
+        if numel <= zero.param_persistence_threshold and persistent_numel + numel <= zero.model_persistence_threshold:
+            persistent_numel += numel
+        else:
+            sharded.add(key)
+    return sharded
+
+
+def _row_sparse(module: nn.Module, *, every: bool) -> set[int]:
+    tables = [m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    return {id(table.weight) for table in tables if every or table.sparse}
+
+
+def _gatherer(numel: int, dtype: torch.dtype, device: torch.device, axis: AxisGroup) -> FlatGatherer:
+    return LocalGatherer(numel, dtype, device) if axis.size == 1 else flat_gatherer(numel, dtype, device, axis.group)
+
+
+# -- gradients --------------------------------------------------------------------------------------------------------
+
+
+def attach_gradient_stores(partition: Partition, config: DeepSpeedConfig, policy: DtypePolicy, mesh: ParallelMesh) -> None:
+    """Give each trained flat group the store of its stage. Collective over the data-parallel ranks."""
+    for flat in partition.trained:
+        flat.attach_gradients(_store(flat, config, policy, mesh.data_parallel))
+
+
+def _store(flat: FlatGroup, config: DeepSpeedConfig, policy: DtypePolicy, data: AxisGroup) -> GradientStore:
+    zero, kind = config.zero_optimization, flat.kind
+    dtype = policy.grad_accumulation_for(kind.param_dtype)
+    device = flat.values.device
+    communication = policy.autocast if kind.is_low_precision else policy.communication_for(kind.param_dtype)
+
+    if flat.axis.size == 1 and not flat.is_sharded:
+        reducer = flat_all_reducer(
+            flat.layout.numel,
+            dtype,
+            device,
+            data.group,
+            communication_dtype=communication,
+            prescale=config.prescale_gradients,
+            predivide_factor=config.gradient_predivide_factor,
+        )
+        in_place = dtype == kind.param_dtype  # autograd insists on a gradient of the parameter's own dtype
+        return ViewGradients(flat, reducer) if in_place else WholeGradients(flat, reducer, is_scattered=False)
+
+    def scatterer(numel: int, dtype: torch.dtype) -> FlatReduceScatterer:
+        if flat.axis.size == 1:
+            return LocalReduceScatterer(numel, dtype, device)
+        return flat_reduce_scatterer(
+            numel,
+            dtype,
+            device,
+            flat.axis.group,
+            communication_dtype=communication,
+            prescale=config.prescale_gradients,
+            predivide_factor=config.gradient_predivide_factor,
+        )
+
+    if zero.stage == 1:
+        return WholeGradients(flat, scatterer(flat.layout.numel, dtype), is_scattered=True)
+    places = min(_BUCKETS_IN_FLIGHT, len(flat.layout.buckets))
+    return ShardedGradients(flat, scatterer(places * largest_bucket_numel(flat), kind.param_dtype), dtype)
+
+
+# -- one start for all ranks ------------------------------------------------------------------------------------------
+
+
+def copy_from_first_rank(module: nn.Module, axis: AxisGroup) -> None:
+    """Give every rank of `axis` the values of its first rank: parameters and buffers that are whole and in nobody's hands.
+
+    Call before parameters are laid out: masters then start from the same unrounded values everywhere.
+    """
+    if axis.size == 1:
+        return
+    params = [p.detach() for p in module.parameters() if owner_of(p) is None and holder_of(p) is None]
+    batches: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in [*params, *module.buffers()]:
+        if tensor.numel():
+            batches.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    with torch.no_grad():
+        for tensors in batches.values():
+            for batch in _batches(tensors):
+                _broadcast_together(batch, axis)
+
+
+def _batches(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    batch: list[Tensor] = []
+    for tensor in tensors:
+        if batch and sum(t.numel() for t in batch) + tensor.numel() > _BROADCAST_NUMEL:
+            yield batch
+            batch = []
+        batch.append(tensor)
+    yield batch
+
+
+def _broadcast_together(batch: list[Tensor], axis: AxisGroup) -> None:
+    if len(batch) == 1 and batch[0].is_contiguous():
+        comm.broadcast(batch[0], src=axis.ranks[0], group=axis.group)
+        return
+    joined = torch.cat([tensor.reshape(-1) for tensor in batch])
+    comm.broadcast(joined, src=axis.ranks[0], group=axis.group)
+    for tensor, part in zip(batch, torch.split(joined, [tensor.numel() for tensor in batch]), strict=True):
+        tensor.copy_(part.view(tensor.shape))
+
+
+def rewriting_all(partition: Partition) -> ExitStack:
+    """Enter `FlatGroup.rewriting` of every flat group that no optimizer updates. All ranks enter it."""
+    stack = ExitStack()
+    for flat in partition.frozen:
+        stack.enter_context(flat.rewriting())
+    return stack
