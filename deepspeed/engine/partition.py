@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from deepspeed.comm.algorithms import (
     flat_gatherer,
     flat_reduce_scatterer,
 )
+from deepspeed.comm.reduced_whole import AllReduceScatterer
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.zero import ZeroConfig
 from deepspeed.errors import ArgumentError
@@ -202,31 +204,24 @@ def _store(flat: FlatGroup, config: DeepSpeedConfig, policy: DtypePolicy, data: 
     device = flat.values.device
     communication = policy.autocast if kind.is_low_precision else policy.communication_for(kind.param_dtype)
 
+    options: dict[str, Any] = {
+        "communication_dtype": communication,
+        "prescale": config.prescale_gradients,
+        "predivide_factor": config.gradient_predivide_factor,
+    }
     if flat.axis.size == 1 and not flat.is_sharded:
-        reducer = flat_all_reducer(
-            flat.layout.numel,
-            dtype,
-            device,
-            data.group,
-            communication_dtype=communication,
-            prescale=config.prescale_gradients,
-            predivide_factor=config.gradient_predivide_factor,
-        )
+        reducer = flat_all_reducer(flat.layout.numel, dtype, device, data.group, **options)
         in_place = dtype == kind.param_dtype  # autograd insists on a gradient of the parameter's own dtype
         return ViewGradients(flat, reducer) if in_place else WholeGradients(flat, reducer, is_scattered=False)
 
     def scatterer(numel: int, dtype: torch.dtype) -> FlatReduceScatterer:
         if flat.axis.size == 1:
             return LocalReduceScatterer(numel, dtype, device)
-        return flat_reduce_scatterer(
-            numel,
-            dtype,
-            device,
-            flat.axis.group,
-            communication_dtype=communication,
-            prescale=config.prescale_gradients,
-            predivide_factor=config.gradient_predivide_factor,
-        )
+        if zero.reduce_scatter:
+            return flat_reduce_scatterer(numel, dtype, device, flat.axis.group, **options)
+        whole = flat_all_reducer(numel, dtype, device, flat.axis.group, **options)
+        together = zero.use_multi_rank_bucket_allreduce
+        return AllReduceScatterer(whole, flat.axis.rank, flat.axis.size, together=together)
 
     if zero.stage == 1:
         return WholeGradients(flat, scatterer(flat.layout.numel, dtype), is_scattered=True)
