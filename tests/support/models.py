@@ -95,12 +95,15 @@ class TiedGpt(TinyModel):
 
 
 class GptBlock(nn.Module):
-    """Causal attention with one head, then two linear layers, each after a layer norm and around a residual."""
+    """Causal attention with one head, then two linear layers, each after a layer norm and around a residual.
+
+    Keys have no bias: softmax ignores it, so its gradient would be pure rounding, which Adam would blow up to full steps.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.qkv, self.project = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
     def forward(self, hidden: Tensor) -> Tensor:
