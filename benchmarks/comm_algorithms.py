@@ -1,10 +1,15 @@
-"""Mean of a gradient buffer over the ranks of one host: gloo's all-reduce against shared memory, in alternating pairs.
+"""Flat buffers over the ranks of one host: gloo's own collectives, our way through gloo, and shared memory, in turns.
 
-    python benchmarks/comm_algorithms.py [--ranks 2] [--pairs 20]
+    python benchmarks/comm_algorithms.py [--ranks 2] [--rounds 20] [--only reduce-scatter]
 
-One line per dtype and size: the median time of each, GB/s counted as bytes of the buffer over time, and the median of the
-ratio taken pair by pair, which is what to trust on a machine that does other things. gloo's figure is the sum alone; ours
-includes the division. The small buffers are reduced many times in a row: their figures are latencies.
+    all-reduce       FlatAllReducer, one range
+    reduce-scatter   FlatReduceScatterer, one range, in place        ... sum: added to an fp32 shard
+    all-gather       FlatGatherer.gather_in_place                    ... out: FlatGatherer.gather
+
+One line per operation, dtype and size: the median time of each way, GB/s counted as bytes of the whole range (all ranks'
+parts) over time, and the median of the ratio of gloo's own to shared memory taken round by round, which is what to trust on a
+machine that does other things. gloo's own figures are the sum alone; ours include the division, and waiting until the
+buffer may be written again. The small buffers are moved many times in a row: their figures are latencies.
 """
 
 from __future__ import annotations
@@ -15,22 +20,79 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from deepspeed.comm.algorithms import flat_all_reducer
+from deepspeed.comm.algorithms import flat_all_reducer, flat_gatherer, flat_reduce_scatterer
 
-_CASES = [  # dtype, bytes of the buffer, calls per timing
+Call = Callable[[], object]
+
+
+class _Case(NamedTuple):
+    operation: str
+    dtype: torch.dtype
+    nbytes: int
+    calls: int  # per timing
+
+
+_OPERATIONS = ("all-reduce", "reduce-scatter", "reduce-scatter sum", "all-gather", "all-gather out")
+_SIZES = [
     (torch.float32, 64 << 20, 1),
     (torch.bfloat16, 64 << 20, 1),
     (torch.float16, 64 << 20, 1),
     (torch.float32, 1 << 20, 20),
+    (torch.bfloat16, 1 << 20, 20),
     (torch.float32, 4 << 10, 200),
 ]
+_WAYS = ("gloo's own", "through gloo", "shared memory")
 
 
-def _seconds(call: Callable[[], None], calls: int) -> float:
+def _contenders(case: _Case, left: ExitStack) -> list[Call]:
+    """One call per way, on buffers of its own; None where there is no such way."""
+    numel = case.nbytes // case.dtype.itemsize
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    plain, own = torch.zeros(numel, dtype=case.dtype), torch.zeros(numel // world_size, dtype=case.dtype)
+    if case.operation == "all-reduce":
+        reducers = [flat_all_reducer(numel, case.dtype, may_share_memory=share) for share in (False, True)]
+        for reducer in reducers:
+            left.callback(reducer.close)
+        ours: list[Call] = [lambda r=r: r.launch(0, numel).wait() for r in reducers]  # type: ignore[misc]
+        return [lambda: dist.all_reduce(plain), *ours]
+    if case.operation.startswith("reduce-scatter"):
+        is_sum = case.operation.endswith("sum")
+        shard = torch.zeros(numel // world_size) if is_sum else None
+        scatterers = [flat_reduce_scatterer(numel, case.dtype, may_share_memory=share) for share in (False, True)]
+        for scatterer in scatterers:
+            left.callback(scatterer.close)
+        ours = [lambda s=s: s.launch(0, numel, shard, accumulate=is_sum).wait_free() for s in scatterers]  # type: ignore[misc]
+        return [lambda: dist.reduce_scatter_tensor(own, plain), *ours]
+    is_out = case.operation.endswith("out")
+    gatherers = [
+        flat_gatherer(numel // world_size if is_out else numel, case.dtype, may_share_memory=share)
+        for share in (False, True)
+    ]
+    ours = []
+    for gatherer in gatherers:
+        left.callback(gatherer.close)
+        gatherer.publish()
+
+        def update_and_gather(gatherer: object = gatherer) -> None:
+            gatherer.begin_update()  # type: ignore[attr-defined]
+            gatherer.publish()  # type: ignore[attr-defined]
+            if is_out:
+                gatherer.gather(0, numel // world_size, plain).wait()  # type: ignore[attr-defined]
+            else:
+                gatherer.gather_in_place(0, numel).wait()  # type: ignore[attr-defined]
+
+        ours.append(update_and_gather)
+    source = own if is_out else plain.chunk(world_size)[rank].clone()
+    return [lambda: dist.all_gather_into_tensor(plain, source), *ours]
+
+
+def _seconds(call: Call, calls: int) -> float:
     """Time per call of something that all ranks do together, on the slowest rank."""
     dist.barrier()
     began = time.perf_counter()
@@ -41,50 +103,49 @@ def _seconds(call: Callable[[], None], calls: int) -> float:
     return float(took)
 
 
-def _pair_times(dtype: torch.dtype, nbytes: int, calls: int, pairs: int) -> list[tuple[float, float]]:
-    numel = nbytes // dtype.itemsize
-    plain = torch.zeros(numel, dtype=dtype)
-    reducer = flat_all_reducer(numel, dtype)
-    contenders = (lambda: _check(dist.all_reduce(plain)), lambda: reducer.launch(0, numel).wait())
-    times = []
-    for index in range(pairs + 2):
-        order = (0, 1) if index % 2 else (1, 0)
-        took = {which: _seconds(contenders[which], calls) for which in order}
-        times.append((took[0], took[1]))
-    reducer.close()
-    return times[2:]  # the first two touch the memory
+def _times(case: _Case, rounds: int) -> list[list[float]]:
+    """Per round the seconds of each way; the order turns from round to round."""
+    with ExitStack() as left:
+        contenders = _contenders(case, left)
+        times = []
+        for index in range(rounds + 2):
+            took = {}
+            for step in range(len(contenders)):
+                which = (index + step) % len(contenders)
+                took[which] = _seconds(contenders[which], case.calls)
+            times.append([took[which] for which in range(len(contenders))])
+        return times[2:]  # the first two touch the memory
 
 
-def _check(result: object) -> None:
-    assert result is None  # a synchronous collective returns no handle
-
-
-def _rank_main(rank: int, ranks: int, pairs: int, rendezvous: str) -> None:
+def _rank_main(rank: int, ranks: int, rounds: int, only: str, rendezvous: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{rendezvous}", rank=rank, world_size=ranks)
     if rank == 0:
-        print(f"{ranks} ranks, {pairs} pairs\n{'dtype':9} {'bytes':>9} {'gloo':>21} {'shared memory':>21} {'ratio':>7}")
-    for dtype, nbytes, calls in _CASES:
-        times = _pair_times(dtype, nbytes, calls, pairs)
-        gloo, shared = (statistics.median(each[which] for each in times) for which in (0, 1))
-        ratio = statistics.median(before / after for before, after in times)
-        if rank == 0:
-            name = str(dtype).removeprefix("torch.")
-            figures = " ".join(f"{took * 1e6:9.0f} us {nbytes / took / 1e9:4.1f} GB/s" for took in (gloo, shared))
-            print(f"{name:9} {nbytes:9} {figures} {ratio:6.1f}x", flush=True)
-    barrier_us = statistics.median(_seconds(lambda: _check(dist.barrier()), 200) for _ in range(pairs)) * 1e6
+        columns = " ".join(f"{way:>22}" for way in _WAYS)
+        print(f"{ranks} ranks, {rounds} rounds\n{'operation':18} {'dtype':9} {'bytes':>9} {columns} {'ratio':>6}")
+    for operation in [each for each in _OPERATIONS if each.startswith(only)]:
+        for case in [_Case(operation, *size) for size in _SIZES]:
+            times = _times(case, rounds)
+            medians = [statistics.median(each[which] for each in times) for which in range(len(_WAYS))]
+            ratio = statistics.median(each[0] / each[-1] for each in times)
+            if rank == 0:
+                name = str(case.dtype).removeprefix("torch.")
+                figures = " ".join(f"{took * 1e6:9.0f} us {case.nbytes / took / 1e9:5.1f} GB/s" for took in medians)
+                print(f"{operation:18} {name:9} {case.nbytes:9} {figures} {ratio:5.1f}x", flush=True)
+    barrier_us = statistics.median(_seconds(lambda: dist.barrier(), 200) for _ in range(rounds)) * 1e6
     if rank == 0:
-        print(f"gloo barrier {barrier_us:.0f} us: shared memory would need two per mean if it used them")
+        print(f"gloo barrier {barrier_us:.0f} us: shared memory would need two per call if it used them")
     dist.destroy_process_group()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--only", default="", help="operations that begin so")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (options.ranks, options.pairs, f"{folder}/rendezvous")
+        arguments = (options.ranks, options.rounds, options.only, f"{folder}/rendezvous")
         context = multiprocessing.get_context("spawn")
         processes = [context.Process(target=_rank_main, args=(rank, *arguments)) for rank in range(options.ranks)]
         for process in processes:

@@ -1,8 +1,8 @@
 """Flat buffers through the back end: one asynchronous collective per range, for devices and for ranks on several hosts.
 
     BackendReducer            all-reduce, in place
-    BackendReduceScatterer    nccl and its like: reduce-scatter          gloo: every rank sends each other rank its part of
-                                                                         the range; the sum is taken here, in rank order
+    BackendReduceScatterer    nccl and its like: reduce-scatter          gloo: one scatter per rank brings each what it
+                                                                         adds up; the sum is taken here, in rank order
     BackendGatherer           nccl and its like: all-gather              gloo: one broadcast per owner
 
 Lives here: what is asked of the back end, and what is done with its answer inside `wait`. Does not live here: the calls
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +27,10 @@ from deepspeed.comm.mean import BlockMean, MeanRule, check_range, divide_, own_p
 from deepspeed.errors import CommError, UsageError
 
 __all__ = ["BackendGatherer", "BackendReduceScatterer", "BackendReducer", "backend_name"]
+
+
+_MOST_EXCHANGES = 4
+"""Exchanges in flight: each holds memory for what it receives, and two keep the network busy."""
 
 
 def backend_name(group: dist.ProcessGroup | None, device: torch.device) -> str:
@@ -87,7 +90,7 @@ class BackendReducer:
                 target.copy_(sent)
 
         what = f"the mean of gradient elements [{start}, {stop}) of {self.buffer.numel()}"
-        return _BackendWork([handle], self._timeout, finish, what, self._ranks)
+        return _BackendWork(handle, self._timeout, finish, what, self._ranks)
 
     def close(self) -> None:
         """See `FlatAllReducer`."""
@@ -114,6 +117,7 @@ class BackendReduceScatterer:
         self._rank = dist.get_rank(group)
         self._dtype = communication_dtype
         self._timeout = _limit(timeout_seconds)
+        self._spare = _Spare(communication_dtype)
         backend = backend_name(group, device)
         self._mean = BlockMean(dtype, communication_dtype, rule) if backend == "gloo" else None
         is_plain = _takes_means(rule, backend)
@@ -137,7 +141,7 @@ class BackendReduceScatterer:
             else self._exchange(self._mean, source, target, accumulate)
         )
         what = f"the reduce-scatter of gradient elements [{start}, {stop}) of {self.buffer.numel()}"
-        work = _BackendWork([handle], self._timeout, finish, what, self._ranks)
+        work = _BackendWork(handle, self._timeout, finish, what, self._ranks)
         self._busy.append((start, stop, work))
         return work
 
@@ -155,14 +159,14 @@ class BackendReduceScatterer:
 
     def _reduce(
         self, source: torch.Tensor, own: torch.Tensor, target: torch.Tensor, accumulate: bool
-    ) -> tuple[Any, Callable[[], None]]:
+    ) -> tuple[dist.Work, Callable[[], None]]:
         sent = source.to(self._dtype)
         divide_(sent, self._before)
         # The back end writes to its target at once where nothing is left to do, else to the own part or to a copy of it.
         is_direct = sent is source and target.dtype is self._dtype and target.is_contiguous() and not accumulate
         copied = own if sent is source else sent.chunk(len(self._ranks))[self._rank]
         part = target if is_direct else copied
-        handle = collectives.reduce_scatter_range(part, sent, self._op, self._group)
+        handle = collectives.reduce_scatter_range(part, sent, self._op, self._group, async_op=True)
 
         def finish() -> None:
             divide_(part, self._after)
@@ -176,16 +180,47 @@ class BackendReduceScatterer:
 
     def _exchange(
         self, mean: BlockMean, source: torch.Tensor, target: torch.Tensor, accumulate: bool
-    ) -> tuple[Any, Callable[[], None]]:
-        sent = source.to(self._dtype)
-        received = torch.empty_like(sent)
-        handle = collectives.exchange_range(received, sent, self._group)
+    ) -> tuple[dist.Work, Callable[[], None]]:
+        """Start the exchange; the sum is taken when they have come, the own part being read where it lies."""
+        while len(self._busy) >= _MOST_EXCHANGES:
+            self._busy.pop(0)[2].wait()
+        part_numel = len(source) // len(self._ranks)
+        scratch = [self._spare.take(len(source) - part_numel)]
+        sent = source
+        if source.dtype is not self._dtype:
+            scratch.append(self._spare.take(len(source)))
+            sent = scratch[-1].copy_(source)
+        rows = list(scratch[0].chunk(len(self._ranks) - 1))
+        rows.insert(self._rank, sent[self._rank * part_numel :][:part_numel])
+        handle = collectives.exchange_range(rows, sent, self._group, async_op=True)
 
         def finish() -> None:
-            rows = received.chunk(len(self._ranks))
-            mean.reduce(rows, 0, len(rows[0]), target, accumulate)
+            mean.reduce(rows, 0, part_numel, target, accumulate)
+            self._spare.give_back(scratch)
 
         return handle, finish
+
+
+class _Spare:
+    """Memory for what is received, used again: fresh memory costs more than the messages (each page is zeroed first)."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._free: list[torch.Tensor] = []
+
+    def take(self, numel: int) -> torch.Tensor:
+        """1-D, `numel` elements of any content: the smallest that is long enough, or new."""
+        fitting = [each for each in self._free if len(each) >= numel]
+        if not fitting:
+            self._free = []  # too short ones make room for longer ones
+            return torch.empty(numel, dtype=self._dtype)
+        whole = min(fitting, key=len)
+        self._free = [each for each in self._free if each is not whole]
+        return whole[:numel]
+
+    def give_back(self, tensors: list[torch.Tensor]) -> None:
+        """Take tensors that `take` gave for further use."""
+        self._free += [torch.empty(0, dtype=self._dtype).set_(each.untyped_storage()) for each in tensors]
 
 
 class BackendGatherer:
@@ -246,14 +281,18 @@ class BackendGatherer:
             mine = whole.chunk(len(self._ranks))[self._rank]
             if mine.data_ptr() != own.data_ptr():
                 mine.copy_(own)
-            handles = collectives.broadcast_range(whole, self._group)
+            handle = collectives.broadcast_range(whole, self._group, async_op=True)
         else:
-            handles = [collectives.gather_range(whole, own, self._group)]
+            handle = collectives.gather_range(whole, own, self._group, async_op=True)
         what = f"the gather of parameter elements [{bounds[0]}, {bounds[1]}) of {self.buffer.numel()}"
-        work = _BackendWork(handles, self._timeout, lambda: None, what, self._ranks)
+        work = _BackendWork(handle, self._timeout, _nothing, what, self._ranks)
         self._started = [each for each in self._started if not each.is_over]
         self._started.append(work)
         return work
+
+
+def _nothing() -> None:
+    """What is left to do after a gather."""
 
 
 def _limit(timeout_seconds: float | None) -> timedelta | None:
@@ -265,34 +304,35 @@ class _BackendWork:
 
     def __init__(
         self,
-        handles: list[Any],
+        handle: dist.Work,
         timeout: timedelta | None,
         finish: Callable[[], None],
         what: str,
         ranks: Sequence[int],
     ) -> None:
-        self.is_over = False
-        self._handles = handles
+        self._handle: dist.Work | None = handle
         self._timeout = timeout
-        self._finish: Callable[[], None] | None = finish
+        self._finish = finish
         self._what = what
         self._ranks = ranks
 
     def wait(self) -> None:
         """Block until the result is there; raise CommError when the back end fails."""
-        if self.is_over:
+        if self._handle is None:
             return
         try:
-            for handle in self._handles:
-                handle.wait() if self._timeout is None else handle.wait(self._timeout)
+            self._handle.wait() if self._timeout is None else self._handle.wait(self._timeout)
         except RuntimeError as error:
             raise CommError(
                 f"{self._what} over ranks {list(self._ranks)} failed in the back end: {error} {WHERE_TO_LOOK}"
             ) from error
-        if self._finish is not None:
-            self._finish()
-        self._handles, self._finish = [], None  # lets go of tensors that were only sent
-        self.is_over = True
+        self._finish()
+        self._handle, self._finish = None, _nothing  # lets go of tensors that were only sent
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has been waited for."""
+        return self._handle is None
 
     def wait_free(self) -> None:
         """Block as `wait` does: what the back end has finished it has read."""

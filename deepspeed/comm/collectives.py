@@ -312,6 +312,20 @@ def broadcast(tensor: torch.Tensor, src: int, group: Group = None, async_op: boo
 # -------------------------------------------------------------------- ranges of flat buffers
 
 
+class _AllOf:
+    """Several started collectives as one `Work`."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def wait(self, *timeout: timedelta) -> None:
+        for work in self._works:
+            work.wait(*timeout)
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
 def _in_effect(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Give a call the name of the collective that it amounts to, in the log and in errors.
 
@@ -327,35 +341,46 @@ def _in_effect(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 @_watched("tensor")
 @_in_effect("reduce_scatter_tensor")
-def reduce_scatter_range(part: torch.Tensor, tensor: torch.Tensor, op: Any = SUM, group: Group = None) -> Any:
-    """Start to reduce `tensor` over the group, `part` (1/size of it) on each rank. Returns the `Work`."""
-    return _reduce_scatter_single(part, tensor, op, group, True)
+def reduce_scatter_range(
+    part: torch.Tensor, tensor: torch.Tensor, op: Any = SUM, group: Group = None, async_op: bool = False
+) -> Any:
+    """Reduce `tensor` over the group, the i-th equal part into the `part` of group rank i; it may be its own place."""
+    return _reduce_scatter_single(part, tensor, op, group, async_op)
 
 
 @_watched("tensor")
 @_in_effect("reduce_scatter_tensor")
-def exchange_range(received: torch.Tensor, tensor: torch.Tensor, group: Group = None) -> Any:
-    """Start to send the i-th equal part of `tensor` to group rank i, and to receive what all send here, in rank order.
+def exchange_range(received: list[torch.Tensor], tensor: torch.Tensor, group: Group = None, async_op: bool = False) -> Any:
+    """Bring to each rank what a reduce-scatter adds up there, by one scatter per rank; the caller adds.
 
-    Returns the `Work`; the caller adds up. Both are contiguous, of any dtype: bytes travel.
+    Element i of `received` becomes group rank i's copy of this rank's part of `tensor`; this rank's own element is that part
+    of its `tensor` itself. All are contiguous, of any one dtype: bytes travel.
     """
-    return dist.all_to_all_single(received.view(torch.uint8), tensor.view(torch.uint8), group=group, async_op=True)
+    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    me = dist.get_rank()
+    parts = list(tensor.view(torch.uint8).chunk(len(ranks)))
+    works = [
+        dist.scatter(mine.view(torch.uint8), parts if rank == me else None, rank, group, async_op)
+        for rank, mine in zip(ranks, received, strict=True)
+    ]
+    return _AllOf(works) if async_op else None
 
 
 @_watched("tensor")
 @_in_effect("all_gather_into_tensor")
-def gather_range(tensor: torch.Tensor, part: torch.Tensor, group: Group = None) -> Any:
-    """Start to gather every rank's `part` into `tensor`, in rank order; a part may be its own place. Returns the `Work`."""
-    return _all_gather_single(tensor, part, group, True)
+def gather_range(tensor: torch.Tensor, part: torch.Tensor, group: Group = None, async_op: bool = False) -> Any:
+    """Gather every rank's `part` into `tensor`, in rank order; it may be its own place there."""
+    return _all_gather_single(tensor, part, group, async_op)
 
 
 @_watched("tensor")
 @_in_effect("all_gather_into_tensor")
-def broadcast_range(tensor: torch.Tensor, group: Group = None) -> list[Any]:
-    """Start to complete `tensor`, of which group rank i has the i-th equal part: one broadcast each. Returns all `Work`."""
+def broadcast_range(tensor: torch.Tensor, group: Group = None, async_op: bool = False) -> Any:
+    """Complete `tensor`, of which group rank i has the i-th equal part, by one broadcast per rank; bytes travel."""
     ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
     parts = tensor.view(torch.uint8).chunk(len(ranks))
-    return [dist.broadcast(part, rank, group, True) for part, rank in zip(parts, ranks, strict=True)]
+    works = [dist.broadcast(part, rank, group, async_op) for part, rank in zip(parts, ranks, strict=True)]
+    return _AllOf(works) if async_op else None
 
 
 # -------------------------------------------------------------------- messages between two ranks
