@@ -25,6 +25,7 @@ from deepspeed.engine.members import CompatibleMembers
 from deepspeed.engine.parts import EngineParts
 from deepspeed.engine.report import BACKWARD, BACKWARD_ALLREDUCE, BACKWARD_INNER, FORWARD, STEP, StepSummary
 from deepspeed.engine.save_load import CheckpointMembers
+from deepspeed.engine.undecided import UndecidedStep
 from deepspeed.errors import ArgumentError, UnbuiltFeatureError, UsageError
 
 _GC_EVERY_STEPS = 100
@@ -46,8 +47,9 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, CheckpointMembers, nn.Mod
         self.optimizer = parts.optimizer
         self.lr_scheduler = parts.lr_scheduler
         self.training_dataloader = parts.dataloader
-        self.global_steps = self.global_samples = self.skipped_steps = 0
+        self.global_steps = self.global_samples = self._skipped_steps = 0
         self._was_step_applied = False
+        self._undecided: UndecidedStep | None = None
         self._in_no_sync = False
 
     # -- one micro-batch ----------------------------------------------------------------------------------------------
@@ -154,22 +156,27 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, CheckpointMembers, nn.Mod
             raise ArgumentError("engine.step() inside engine.no_sync(). Leave the context first: a step reduces gradients.")
         parts = self._parts
         is_boundary = parts.accumulation.is_step_boundary
-        self._was_step_applied = False
         if is_boundary:
             parts.report.timers(STEP).start()
             parts.report.mark("before step")
             self._update(lr_kwargs or {})
+        else:
+            self._settle()
+            self._was_step_applied = False
         parts.accumulation.advance()
         parts.report.throughput.stop(global_step=is_boundary)
 
     def _update(self, lr_kwargs: dict[str, Any]) -> None:
         parts = self._parts
         assert self.optimizer is not None  # step() asked
+        self._settle()
         self._refuse_changed_freezing()
-        self._was_step_applied = self.optimizer.update(self.global_steps + 1)
-        if not self._was_step_applied:
-            self.skipped_steps += 1
-        elif self.lr_scheduler is not None:
+        outcome = self.optimizer.update(self.global_steps + 1)
+        self._undecided = UndecidedStep(outcome, self.lr_scheduler, self.optimizer)
+        is_known = outcome.is_known()
+        if is_known:
+            self._settle()
+        if self.lr_scheduler is not None and (not is_known or self._was_step_applied):
             self.lr_scheduler.step(**lr_kwargs)
         for param in parts.unmanaged:
             param.grad = None
@@ -182,6 +189,26 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, CheckpointMembers, nn.Mod
         self._report()
         if self._config.disable_python_gc and self.global_steps % _GC_EVERY_STEPS == 0:
             self.collect_python_gc()
+
+    def _settle(self) -> None:
+        """Book the last update as made or skipped. Waits for the device if nobody has asked before."""
+        if self._undecided is not None:
+            undecided, self._undecided = self._undecided, None
+            self._was_step_applied = not undecided.outcome.has_overflow
+            if not self._was_step_applied:
+                self._skipped_steps += 1
+                undecided.take_back()
+
+    @property
+    def skipped_steps(self) -> int:
+        """Updates that were skipped for non-finite gradients."""
+        self._settle()
+        return self._skipped_steps
+
+    @skipped_steps.setter
+    def skipped_steps(self, value: int) -> None:
+        self._settle()
+        self._skipped_steps = value
 
     def _refuse_changed_freezing(self) -> None:
         """Which parameters train is settled at the start: their masters and buffers were made then."""
@@ -222,6 +249,7 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, CheckpointMembers, nn.Mod
 
     def was_step_applied(self) -> bool:
         """Whether the last `step()` changed the weights: False between boundaries and for a skipped step."""
+        self._settle()
         return self._was_step_applied
 
     # -- accumulation -------------------------------------------------------------------------------------------------

@@ -110,8 +110,19 @@ class MasterWeights:
         for index, group in enumerate(self.optimizer.param_groups):
             group["params"] = [s.param for s in slices if s.flat.kind.group_index == index]
 
-    def step(self, factor: float) -> None:
-        """Update with gradients times `factor`; then the model holds the rounded master. Collective over the shard axis."""
+    @property
+    def can_skip_on_device(self) -> bool:
+        """Whether `step` obeys `found_inf`."""
+        return False
+
+    def step(self, factor: float | Tensor, found_inf: Tensor | None = None) -> None:
+        """Update with gradients times `factor`; then the model holds the rounded master. Collective over the shard axis.
+
+        Args:
+            factor: a number, or 0-d on the device.
+            found_inf: 0-d, 1 leaves everything as it is; only with `can_skip_on_device`.
+        """
+        assert found_inf is None or self.can_skip_on_device  # zero.optimizer asks first
         with self.rewriting():
             batches = list(self._batches(factor))
             for batch in batches:
@@ -138,12 +149,12 @@ class MasterWeights:
         for work in works:
             work.wait()
 
-    def _batches(self, factor: float) -> Iterator[tuple[Slice, ...]]:
+    def _batches(self, factor: float | Tensor) -> Iterator[tuple[Slice, ...]]:
         """Slices that are stepped together: all, when no scratch is needed, else as many as the sub-group holds.
 
         An optimizer that is not element-wise steps once per update: it may count its calls or look at whole groups.
         """
-        needs_scratch = factor != 1.0 or any(flat.gradients.dtype != flat.kind.master_dtype for flat in self.flats)
+        needs_scratch = not _is_one(factor) or any(flat.gradients.dtype != flat.kind.master_dtype for flat in self.flats)
         if not (needs_scratch and self.is_elementwise):
             yield self.slices
             return
@@ -158,7 +169,7 @@ class MasterWeights:
         if batch:
             yield tuple(batch)
 
-    def _gradients(self, batch: Sequence[Slice], factor: float) -> Iterator[tuple[Slice, Tensor]]:
+    def _gradients(self, batch: Sequence[Slice], factor: float | Tensor) -> Iterator[tuple[Slice, Tensor]]:
         wanted = Counter[torch.dtype]()
         for s in batch:
             wanted[s.param.dtype] += s.numel
@@ -166,7 +177,7 @@ class MasterWeights:
         for s in batch:
             grad = s.flat.gradients.shard(s.start, s.stop)
             dtype = s.param.dtype
-            if factor != 1.0 or grad.dtype != dtype:
+            if not _is_one(factor) or grad.dtype != dtype:
                 begin = used[dtype]
                 used[dtype] += s.numel
                 scaled = self._scratch_for(dtype, wanted[dtype])[begin : begin + s.numel]
@@ -174,7 +185,7 @@ class MasterWeights:
                     torch.mul(grad, factor, out=scaled)
                 else:
                     scaled.copy_(grad)
-                    if factor != 1.0:
+                    if not _is_one(factor):
                         scaled.mul_(factor)
                 grad = scaled
             yield s, grad.view(s.param.shape)
@@ -189,3 +200,7 @@ class MasterWeights:
         """Let the optimizer see the model's parameters again: the walk is over for good."""
         for group, params in zip(self.optimizer.param_groups, self._client_params, strict=True):
             group["params"] = params
+
+
+def _is_one(factor: float | Tensor) -> bool:
+    return not isinstance(factor, Tensor) and factor == 1.0

@@ -2,7 +2,7 @@
 
     reduce (if backward has not) -> norm and non-finite check, one pass -> factor -> walk (`zero.master`) -> loss scale
 
-        factor = 1 / (accumulation steps x loss scale)  x  min(1, clip / norm)
+        factor = 1 / (accumulation steps x loss scale)  x  min(1, clip / norm)                      (`zero.outcome`)
 
 It looks like the torch optimizer it wraps (`param_groups`, `state`, `defaults`, ...), so that schedules and clients can read
 and change rates; but the engine alone may step it.
@@ -13,25 +13,26 @@ Built by `engine.build`.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
+from deepspeed.accelerator.late import LateNumber
 from deepspeed.common.logging import get_logger
 from deepspeed.errors import UsageError
-from deepspeed.precision.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.precision.loss_scaler import DynamicLossScaler, LossScaler, NullScaler
 from deepspeed.zero.master import MasterWeights
 from deepspeed.zero.norm import sum_of_squares, sum_over_shards, total
+from deepspeed.zero.outcome import Late, Outcome
 from deepspeed.zero.reducer import GradientReducer
 from deepspeed.zero.state_io import hand_back
 
 logger = get_logger(__name__)
 
-_CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_, with which the numbers agree
 _NAMES_SHOWN = 3
 _REDIRECTED = ("step", "zero_grad", "add_param_group")  # on the wrapped optimizer too: its owner may still hold it
 
@@ -76,8 +77,8 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
         self.skips_nonfinite = skips_nonfinite
         self.computes_norm = computes_norm
         self.divisor = divisor
-        self.overflow = False
-        self.global_norm: float | None = None
+        self.outcome: Outcome | None = None
+        self.read_late: Callable[[Tensor], Late] = LateNumber
         self._opt_called = True  # torch's schedulers ask whether step() was called; the engine's update does not call it
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         self._client_attributes = {name: vars(self.optimizer).get(name) for name in _REDIRECTED}
@@ -90,14 +91,14 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
         """What turns the gradient buffers into the gradient of the mean loss, before clipping."""
         return self.gradient_multiplier / (self.divisor() * self.loss_scaler.scale)
 
-    def update(self, step_number: int) -> bool:
+    def update(self, step_number: int) -> Outcome:
         """Make one update, or skip it. Collective over the data-parallel ranks.
 
         Args:
             step_number: for the message of a skipped step.
 
         Returns:
-            Whether the weights were updated.
+            What becomes of it; known at once unless the device decides.
 
         Raises:
             NonFiniteError: values stay non-finite although the loss scale is at its floor; on all ranks together.
@@ -105,36 +106,42 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
         self.reducer.ensure_reduced()
         for flat in self.master.flats:
             flat.adopt_edits()
-        base = self.gradient_factor()
-        magnitude = self._magnitude(base)
-        self.global_norm = magnitude if self.computes_norm else None
-        self.overflow = self.skips_nonfinite and not math.isfinite(magnitude)
-        if self.overflow:
-            self._report_skip(step_number)
-            self.zero_grad()
+        outcome = self.outcome = self._judge()
+        if self._host_decides(outcome):
+            if outcome.has_overflow:
+                self._report_skip(step_number)
+                self.zero_grad()
+            else:
+                self.master.step(outcome.factor())
+            self.loss_scaler.update(outcome.has_overflow)
         else:
-            self.master.step(base * self._clip_coefficient(magnitude))
+            self.master.step(outcome.factor_on_device(), outcome.skip_on_device())
         for flat in self.master.flats:
             flat.gradients.close_window()
         self.reducer.close_window()
-        self.loss_scaler.update(self.overflow)
-        return not self.overflow
+        return outcome
 
-    def _magnitude(self, base: float) -> float:
-        """The global gradient norm, or any number that is finite when all gradients are. Collective over the shard axis."""
+    def _judge(self) -> Outcome:
+        """Collective over the shard axis."""
         flats = self.master.flats
-        if not flats:
-            return 0.0
         shards = [shard for flat in flats for shard in flat.gradients.shards()]
-        if not self.computes_norm:
-            return float(
-                sum_over_shards(torch.stack([total(shard).double() for shard in shards]).sum(), flats[0].axis).item()
-            )
-        squares = float(sum_over_shards(sum_of_squares(shards), flats[0].axis).item())
-        return math.sqrt(squares) * base if squares >= 0 else math.nan
+        if self.computes_norm or not shards:
+            mine = sum_of_squares(shards)
+        else:
+            mine = torch.stack([total(shard).double() for shard in shards]).sum()
+        return Outcome(
+            sum_over_shards(mine, flats[0].axis) if flats else mine,
+            self.gradient_factor(),
+            clip=self.clip,
+            is_norm=self.computes_norm,
+            skips_nonfinite=self.skips_nonfinite,
+            read=self.read_late,
+        )
 
-    def _clip_coefficient(self, norm: float) -> float:
-        return min(1.0, self.clip / (norm + _CLIP_EPS)) if self.clip > 0 else 1.0
+    def _host_decides(self, outcome: Outcome) -> bool:
+        needs_to_know = not isinstance(self.loss_scaler, NullScaler)
+        can_skip = self.master.can_skip_on_device or not self.skips_nonfinite
+        return outcome.is_known() or needs_to_know or not can_skip
 
     def _report_skip(self, step_number: int) -> None:
         origin = self.reducer.nonfinite_origin()
@@ -180,13 +187,16 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
     cur_scale = loss_scale
 
     @property
-    def skip_step(self) -> bool:
-        """Whether the last update was skipped; the same as `overflow`, under its other documented name."""
-        return self.overflow
+    def global_norm(self) -> float | None:
+        """Norm of the last update's gradient before clipping; None before the first, and where it is not computed."""
+        return None if self.outcome is None else self.outcome.norm
 
-    @skip_step.setter
-    def skip_step(self, value: bool) -> None:
-        self.overflow = value
+    @property
+    def overflow(self) -> bool:
+        """Whether the last update was skipped."""
+        return self.outcome is not None and self.outcome.has_overflow
+
+    skip_step = overflow
 
     def check_overflow(self, external: bool = False) -> bool:
         """Whether the last update was skipped for a non-finite gradient; the check itself is part of every update."""
