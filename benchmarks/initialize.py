@@ -7,6 +7,8 @@ Measured around the call, with the package imported and the ranks already met. T
 what a package leaves for later shows there. The 30M case feeds 2 tokens a row, so that it is no benchmark of arithmetic.
 DistributedDataParallel with torch's fused AdamW stands beside them. The folder for compiled operators is empty at every
 start, except the original's, which a run before the first pair has filled.
+
+At ZeRO stages 1, 2 and 3 the goal is the same, and torch's peer of the stage takes DistributedDataParallel's place.
 """
 
 from __future__ import annotations
@@ -20,16 +22,16 @@ from typing import Any
 from benchmarks.harness.cases import ORIGINAL, OURS, Case, Goal, Measured
 from benchmarks.harness.models import build_model, make_batches
 from benchmarks.harness.probes import processor_seconds
-from benchmarks.harness.trainers import DDP, Training, join, make_trainer, rank
+from benchmarks.harness.trainers import DDP, PEER_OF_STAGE, Training, join, make_trainer, rank
 
 _TINY = {"width": 32, "layers": 2, "heads": 2, "vocabulary": 64, "positions": 16}
 
 
-def _case(title: str, ranks: int, **arguments: Any) -> Case:
+def _case(title: str, ranks: int, peer: str = DDP, **arguments: Any) -> Case:
     return Case(
         f"initialize {title}",
         benchmark=__name__.rpartition(".")[2],
-        contenders=(OURS, DDP, ORIGINAL),
+        contenders=(OURS, peer, ORIGINAL),
         figures=("initialize_s", "initialize_cpu_s", "first_step_s", "compiled_files"),
         of=ORIGINAL,
         ranks=ranks,
@@ -39,7 +41,14 @@ def _case(title: str, ranks: int, **arguments: Any) -> Case:
     )
 
 
-CASES = (_case("tiny", 1, model=_TINY), _case("30M bf16", 2, dtype="bf16", model={"positions": 2}))
+_30M: dict[str, Any] = {"dtype": "bf16", "model": {"positions": 2}}
+
+CASES = (
+    _case("tiny", 1, model=_TINY),
+    _case("30M bf16", 2, **_30M),
+    *(_case(f"stage {stage} tiny", 1, peer, stage=stage, model=_TINY) for stage, peer in PEER_OF_STAGE.items()),
+    *(_case(f"stage {stage} 30M bf16", 2, peer, stage=stage, **_30M) for stage, peer in PEER_OF_STAGE.items()),
+)
 WARM_UP = tuple(_case(f"warm-up {dtype}", 2, model=_TINY, dtype=dtype) for dtype in ("fp32", "bf16"))
 """What makes the original compile whatever the other benchmarks need."""
 COLD = Case(

@@ -1,6 +1,8 @@
 """How much memory does training take at its peak, beyond the model?
 
-Goal: at most DistributedDataParallel's, counted either way.
+Goal: at most DistributedDataParallel's, counted either way. At ZeRO stages 1, 2 and 3: at most torch's peer's and the
+original's; at stage 3 `ours` (parameters stay gathered from forward to backward) is held against the original, and
+`ours, regathering` against FSDP2, which holds as little.
 
 Two ranks train the model of `train_step`. Both figures are the most during the steps after the first, less what the
 process held when model and process group were there but nothing else.
@@ -17,6 +19,7 @@ products out, and with them the activations: weights, gradients, optimizer state
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,7 +29,17 @@ from torch import Tensor
 from benchmarks.harness.cases import ORIGINAL, OURS, Case, Goal, Measured
 from benchmarks.harness.models import Model, blocks_of, build_model, make_batches
 from benchmarks.harness.probes import memory, peak_rss_mib, reset_peak
-from benchmarks.harness.trainers import DDP, Training, join, make_trainer, rank, run_steps
+from benchmarks.harness.trainers import (
+    DDP,
+    OURS_AT_STAGE,
+    PEER_OF_STAGE,
+    Training,
+    contenders_at_stage,
+    join,
+    make_trainer,
+    rank,
+    run_steps,
+)
 
 
 def _case(title: str, **arguments: Any) -> Case:
@@ -45,11 +58,30 @@ def _case(title: str, **arguments: Any) -> Case:
     )
 
 
+def _case_at_stage(stage: int, dtype: str, accumulation: int) -> Case:
+    peer = PEER_OF_STAGE[stage]
+    against = ((OURS_AT_STAGE[stage], peer), (OURS, ORIGINAL))
+    goals = tuple(
+        Goal(figure, 1.0, of=other, contender=ours) for ours, other in against for figure in ("peak_rss_mib", "peak_pss_mib")
+    )
+    return dataclasses.replace(
+        _case(f"stage {stage} {dtype} accumulation {accumulation}", dtype=dtype, accumulation=accumulation, stage=stage),
+        contenders=contenders_at_stage(stage),
+        of=peer,
+        goals=goals,
+    )
+
+
 CASES = (
     _case("bf16 accumulation 1", dtype="bf16", accumulation=1),
     _case("bf16 accumulation 4", dtype="bf16", accumulation=4),
     _case("fp32 accumulation 1", dtype="fp32", accumulation=1),
     _case("bare bf16", dtype="bf16", bare=True),
+    *(
+        _case_at_stage(stage, dtype, accumulation)
+        for stage in (1, 2, 3)
+        for dtype, accumulation in (("bf16", 1), ("bf16", 4), ("fp32", 1))
+    ),
 )
 
 

@@ -31,13 +31,14 @@ from benchmarks import (  # noqa: E402
     reduce_update,
     step_walk,
     train_step,
+    zero_step,
 )
 from benchmarks.harness.cases import AGAIN, ORIGINAL, OURS, Case, Run, check_losses, runs_of  # noqa: E402
 from benchmarks.harness.models import bf16_slowdown  # noqa: E402
 from benchmarks.harness.ranks import Interpreters, run_case  # noqa: E402
 from benchmarks.harness.report import as_json, case_lines, machine_facts  # noqa: E402
 
-_MODULES = (import_time, initialize, train_step, reduce_update, overhead, memory, checkpoint, step_walk)
+_MODULES = (import_time, initialize, train_step, zero_step, reduce_update, overhead, memory, checkpoint, step_walk)
 _BF16_SLOWDOWN_LIMIT = 4.0  # hardware that multiplies bf16 is at 1 or below; emulation by torch's loops is far above
 _COMPILING_SECONDS = 1200.0
 _RUN_SECONDS = 600.0  # a bf16 step without bf16 instructions takes a minute

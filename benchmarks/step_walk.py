@@ -52,28 +52,30 @@ def measure(contender: str, arguments: Mapping[str, Any]) -> Measured:
 
 
 def _update(contender: str, arguments: Mapping[str, Any]) -> Callable[[], object]:
-    from deepspeed.comm.algorithms import flat_all_reducer
+    from deepspeed.comm.algorithms import LocalGatherer, flat_all_reducer
+    from deepspeed.sharding import FlatLayout
+    from deepspeed.topology.mesh import AxisGroup
     from deepspeed.zero import master
-    from deepspeed.zero.flat import FlatGroup, NamedParameter
+    from deepspeed.zero.flat import FlatGroup, Kind, NamedParameter
+    from deepspeed.zero.gradients import ViewGradients
 
     if contender not in (OURS, _FUSED):
         master.SUB_GROUP_NUMEL["cpu"] = int(contender.split()[1])
     model = build_model({})
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[arguments["dtype"]]
-    flat = FlatGroup(
-        [NamedParameter(name, param, order) for order, (name, param) in enumerate(model.named_parameters())],
-        group_index=0,
-        param_dtype=dtype,
-        master_dtype=torch.float32,
-        bucket_numel=500_000_000,
-    )
+    members = [NamedParameter(name, param, order) for order, (name, param) in enumerate(model.named_parameters())]
+    kind = Kind(group_index=0, param_dtype=dtype, master_dtype=torch.float32)
+    numels = [member.param.numel() for member in members]
+    layout = FlatLayout.plan(numels, bucket_numel=sum(numels), alignment=kind.alignment)
+    flat = FlatGroup(members, kind, layout, LocalGatherer(layout.numel, dtype, torch.device("cpu")), AxisGroup((0,), 0))
     if contender == _FUSED:
-        whole = torch.nn.Parameter(flat.master_F)
-        whole.grad = torch.full_like(flat.master_F, 1e-3)
+        whole = torch.nn.Parameter(flat.own_master(0, layout.numel))
+        whole.grad = torch.full_like(whole, 1e-3)
         optimizer.param_groups[0]["params"] = [whole]
         return optimizer.step
-    flat.attach_gradients(flat_all_reducer(flat.layout.numel, dtype))
-    flat.gradients_F.fill_(1e-3)  # the walk leaves zeros behind; the time does not depend on the values
+    gradients = flat_all_reducer(layout.numel, dtype)
+    flat.attach_gradients(ViewGradients(flat, gradients))
+    gradients.buffer.fill_(1e-3)  # the walk leaves zeros behind; the time does not depend on the values
     weights = master.MasterWeights([flat], optimizer, is_elementwise=True)
     return lambda: weights.step(arguments["factor"])
