@@ -12,7 +12,7 @@ from deepspeed.config.walk import sections
 from deepspeed.errors import ConfigError, UnbuiltFeatureError
 
 SWITCH_ON: dict[str, Any] = {
-    "zero_optimization.stage": 2,
+    "zero_optimization.stage": 3,
     "zero_optimization.offload_param.device": "cpu",
     "zero_optimization.offload_optimizer.device": "cpu",
     "zero_optimization.zenflow": {},
@@ -86,6 +86,6 @@ def test_every_entry_names_a_key_that_exists() -> None:
 def test_statuses_follow_the_list() -> None:
     assert status_of("fp16.enabled") == "works"
     assert status_of("nebula.enabled") == status_of("nebula.nebula_load_path") == "not built yet"
-    assert status_of("zero_optimization.stage").startswith("0 works")
+    assert status_of("zero_optimization.offload_optimizer.device").startswith("none works")
     assert "not built yet" in status_of("zero_optimization.max_live_parameters")
     assert status_of("zero_optimization.reduce_bucket_size") == "works"

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from deepspeed.comm.algorithms import LocalReducer
 from deepspeed.optim import is_elementwise
 from deepspeed.zero import master as master_module
-from deepspeed.zero.flat import FlatGroup, NamedParameter
+from deepspeed.zero.flat import FlatGroup
+from deepspeed.zero.gradients import ViewGradients
 from deepspeed.zero.master import MasterWeights
 from deepspeed.zero.state_io import carry_state, hand_back
+from tests.support.flat_groups import CPU, flat_group
 
 SHAPES = ((5, 3), (4,), (), (2, 7))
 
@@ -52,9 +54,9 @@ def _gradients(step: int) -> list[Tensor]:
 
 
 def _flat(params: list[nn.Parameter]) -> FlatGroup:
-    members = [NamedParameter(str(order), param, order) for order, param in enumerate(params)]
-    flat = FlatGroup(members, group_index=0, param_dtype=torch.float64, master_dtype=torch.float64, bucket_numel=16)
-    flat.attach_gradients(LocalReducer(flat.layout.numel, torch.float64, torch.device("cpu")))
+    named = [(str(order), param) for order, param in enumerate(params)]
+    flat = flat_group(named, dtype=torch.float64, master=torch.float64, bucket_numel=16)
+    flat.attach_gradients(ViewGradients(flat, LocalReducer(flat.layout.numel, torch.float64, CPU)))
     return flat
 
 
