@@ -67,7 +67,6 @@ _OPTIMIZERS = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "
 _STAGE = "zero_optimization.stage"
 
 UNBUILT: tuple[Unbuilt, ...] = (
-    Unbuilt(_STAGE, "Use stage 2.", _above(2), status="0, 1, 2 work; 3 not built yet"),
     Unbuilt(
         "zero_optimization.offload_param.device", 'Use "none".', _is_offload, _STAGE, "none works; cpu, nvme not built yet"
     ),

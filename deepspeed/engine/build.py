@@ -42,9 +42,11 @@ from deepspeed.optim.build import LRSchedule
 from deepspeed.precision.loss_scaler import LossScaler, NullScaler, build_loss_scaler
 from deepspeed.precision.policy import DtypePolicy, cast_module, keep_batch_norm_exact
 from deepspeed.topology.mesh import ParallelMesh
+from deepspeed.zero.coordinator import ParameterCoordinator, build_coordinator
 from deepspeed.zero.flat import owner_of, release_owner
 from deepspeed.zero.master import MasterWeights
 from deepspeed.zero.optimizer import ZeroOptimizer
+from deepspeed.zero.prefetch import GatherSettings
 from deepspeed.zero.reducer import GradientReducer
 from deepspeed.zero.state_io import carry_state
 
@@ -84,9 +86,10 @@ def build_engine(request: EngineRequest) -> DeepSpeedEngine:
     copy_from_first_rank(module, mesh.data_parallel)
     partition = plan_partition(module, config, mesh, policy, basic)
     attach_gradient_stores(partition, config, policy, mesh)
+    coordinator = _coordinator(module, config, partition)
     trained = None
     if basic is not None:
-        trained = _train_parts(request, basic, partition, scaler, accumulation, guard)
+        trained = _train_parts(request, basic, partition, coordinator, scaler, accumulation, guard)
     cast_module(module, policy)
     report = StepReport(
         config,
@@ -107,6 +110,7 @@ def build_engine(request: EngineRequest) -> DeepSpeedEngine:
         report=report,
         communication_data_type=policy.communication or torch.float32,
         partition=partition,
+        coordinator=coordinator,
         optimizer=trained,
         reducer=trained.reducer if trained is not None else None,
         basic_optimizer=basic,
@@ -137,6 +141,13 @@ def _refuse_unbuilt(mesh: ParallelMesh) -> None:
                 f"the mpu given to initialize() has a {axis}-parallel size of {mesh.axis(axis).size}, which is not "
                 "built yet. Use data parallelism only (no mpu), or wait for the version that has it."
             )
+
+
+def _coordinator(module: nn.Module, config: DeepSpeedConfig, partition: Partition) -> ParameterCoordinator | None:
+    if not partition.sharded:
+        return None
+    settings = GatherSettings.from_config(config.zero_optimization)
+    return build_coordinator(module, partition.units, partition.sharded, settings, partition.shard_axis)
 
 
 def _refuse_foreign_cast(module: nn.Module, policy: DtypePolicy) -> None:
@@ -195,6 +206,7 @@ def _train_parts(
     request: EngineRequest,
     basic: Optimizer,
     partition: Partition,
+    coordinator: ParameterCoordinator | None,
     scaler: LossScaler,
     accumulation: Accumulation,
     guard: LossGuard,
@@ -207,6 +219,8 @@ def _train_parts(
         is_boundary=lambda: accumulation.is_backward_boundary,
         check_scaled=None if isinstance(scaler, NullScaler) else guard.check,
         is_overlapped=zero.overlap_comm is not False,
+        on_collected=coordinator.bucket_reduced if coordinator is not None else None,
+        on_over=coordinator.backward_over if coordinator is not None else None,
         allows_unused=zero.ignore_unused_parameters or zero.stage not in (1, 2),
     )
     client_state = {id(p): state for p, state in basic.state.items() if state}
@@ -223,6 +237,7 @@ def _train_parts(
         gradient_multiplier=float(axis.size) if config.gradient_allreduce_op == "sum" else 1.0,
         skips_nonfinite=config.bf16.check_grad_overflow if config.bf16.enabled else True,
         computes_norm=zero.compute_grad_norm,
+        frozen=partition.frozen,
     )
 
 

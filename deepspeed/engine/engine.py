@@ -57,6 +57,7 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, CheckpointMembers, nn.Mod
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module. Inputs in any container; the module's own output object comes back."""
         parts = self._parts
+        self._require_present("engine.forward()")
         if parts.reducer is not None and parts.reducer.is_running:
             parts.reducer.abandon()  # an exception had cut the last backward short
         report = parts.report
@@ -66,11 +67,19 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, CheckpointMembers, nn.Mod
         report.timers(FORWARD).start()
         if parts.input_dtype is not None:
             args, kwargs = map_tensors(self._cast_input, args), map_tensors(self._cast_input, kwargs)
-        with self._autocast():
+        with self._autocast(), self._gathering():
             output = self.module(*args, **kwargs)
         report.timers(FORWARD).stop()
         report.mark("after forward")
         return output
+
+    def _gathering(self) -> contextlib.AbstractContextManager[Any]:
+        coordinator = self._parts.coordinator
+        return contextlib.nullcontext() if coordinator is None else coordinator.forward_scope()
+
+    def _require_present(self, what: str) -> None:
+        if self.optimizer is not None:
+            self.optimizer.absence.require_present(what)
 
     def _cast_input(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._parts.input_dtype) if tensor.is_floating_point() else tensor
@@ -113,6 +122,7 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, CheckpointMembers, nn.Mod
                 f"engine.backward() needs a scalar loss with a graph, got {_describe(loss)}. Reduce it (for example "
                 "loss.mean()) and make sure it was computed with gradients enabled."
             )
+        self._require_present("engine.backward()")
         report, timers, accumulation = parts.report, parts.report.timers, parts.accumulation
         divisor = accumulation.steps if accumulation.is_managed else 1
         scaled = parts.loss_guard.scale(loss, accumulation.loss_factor(scale_wrt_gas=scale_wrt_gas))
@@ -154,6 +164,7 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, CheckpointMembers, nn.Mod
             raise ArgumentError(f"engine.step() {_NO_OPTIMIZER}")
         if self._in_no_sync:
             raise ArgumentError("engine.step() inside engine.no_sync(). Leave the context first: a step reduces gradients.")
+        self._require_present("engine.step()")
         parts = self._parts
         is_boundary = parts.accumulation.is_step_boundary
         if is_boundary:
@@ -316,7 +327,13 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, CheckpointMembers, nn.Mod
         return bool(self.__dict__.get("_is_compiled", False))
 
     def destroy(self) -> None:
-        """Take hooks off and free gradient buffers; the module keeps its weights and may be wrapped again."""
+        """Take hooks off and free gradient buffers; the module keeps its weights and may be wrapped again.
+
+        With sharded parameters all ranks call it together: the module's parameters become whole.
+        """
+        self.reload_states()
+        if self._parts.coordinator is not None:
+            self._parts.coordinator.remove(gather=True)
         if self.optimizer is not None:
             self.optimizer.release()
         self.optimizer = None

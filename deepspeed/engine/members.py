@@ -7,6 +7,7 @@ Does not live here: questions about the config (`config_access`), saving and loa
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,8 +15,9 @@ from torch.optim import Optimizer
 
 from deepspeed.comm.world import get_local_rank
 from deepspeed.config.batch import BatchSizes
+from deepspeed.config.offload import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.engine.loader import build_loader
-from deepspeed.errors import ArgumentError, ConfigError, UnbuiltFeatureError
+from deepspeed.errors import ArgumentError, ConfigError
 
 if TYPE_CHECKING:
     from deepspeed.common.timing import NullTimers, ThroughputTimer, Timers
@@ -272,21 +274,32 @@ class CompatibleMembers:
             raise ConfigError("set_data_post_process_func() needs a loader. Give initialize() training_data.")
         loader.post_process_func = post_process
 
-    def offload_states(self, *_: Any, **__: Any) -> None:
-        """Move optimizer state to the host between steps.
+    def offload_states(
+        self,
+        include: Iterable[OffloadStateTypeEnum | str] | None = None,
+        device: OffloadDeviceEnum | str = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move training state to host memory until `reload_states`: see `ZeroOptimizer.offload_states`.
 
         Raises:
-            UnbuiltFeatureError: always, for now.
+            ArgumentError: no optimizer, another device, or an unknown kind.
         """
-        raise UnbuiltFeatureError("engine.offload_states() is not built yet. Leave the call out.")
+        if self.optimizer is None:
+            raise ArgumentError("engine.offload_states() on an engine without an optimizer: there is no training state.")
+        self.empty_partition_cache()
+        self.optimizer.offload_states(include, device, pin_memory, non_blocking)
 
-    def reload_states(self, *_: Any, **__: Any) -> None:
-        """Bring back what `offload_states` moved: there is nothing yet that it could have moved."""
-
-    # -- nothing to do without sharding -------------------------------------------------------------------------------
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back what `offload_states` moved."""
+        if self.optimizer is not None:
+            self.optimizer.reload_states(non_blocking)
 
     def empty_partition_cache(self) -> None:
-        """Release gathered parameters: there are none below ZeRO stage 3."""
+        """Release gathered parameters (ZeRO stage 3). Not inside a forward or backward."""
+        if self._parts.coordinator is not None:
+            self._parts.coordinator.release_all()
 
     has_moe_layers = False
     random_ltd_scheduler = None

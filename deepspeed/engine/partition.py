@@ -42,6 +42,8 @@ from deepspeed.zero.flat import FlatGroup, Kind, NamedParameter, owner_of
 from deepspeed.zero.gradient_store import GradientStore
 from deepspeed.zero.gradients import ShardedGradients, ViewGradients, WholeGradients, largest_bucket_numel
 from deepspeed.zero.holder import holder_of
+from deepspeed.zero.shard import is_sharded, take_whole, whole_shape
+from deepspeed.zero.units import UnitPlan, plan_units
 
 _BUCKETS_IN_FLIGHT = 2
 _BROADCAST_NUMEL = 1 << 22  # elements that travel together when ranks start from the first rank's values
@@ -60,6 +62,9 @@ class Partition:
 
     replica_axis: AxisGroup
     """Ranks that hold the same shards."""
+
+    units: tuple[UnitPlan, ...] = ()
+    """How the module is cut for gathering; empty where nothing is sharded."""
 
     @property
     def flats(self) -> tuple[FlatGroup, ...]:
@@ -93,11 +98,16 @@ def plan_partition(
     planner = _Planner(module, config, policy, shard_axis)
     groups = list(planner.group_members(optimizer))
     flats = [planner.build(kind, members) for kind, members in groups]
+    laid_out = {id(member.param) for flat in flats for member in flat.members}
+    for param in module.parameters():
+        if id(param) not in laid_out and is_sharded(param):  # by `zero.Init`: too small to stay so, or below stage 3
+            param.data = take_whole(param)
     return Partition(
         tuple(flat for flat in flats if flat.kind.is_trained),
         tuple(flat for flat in flats if not flat.kind.is_trained),
         shard_axis,
         replica_axis,
+        planner.units,
     )
 
 
@@ -110,11 +120,25 @@ class _Planner:
         safe = (autocast.lower_precision_safe_modules or ()) if autocast.enabled else ()
         self.low = low_precision_parameters(module, safe)
         self.row_sparse = _row_sparse(module, every=config.sparse_gradients) if self.zero.stage == 0 else set()
-        shapes = {id(p): getattr(p, "ds_shape", p.shape) for p in module.parameters()}
+        shapes = {id(p): whole_shape(p) for p in module.parameters()}
         named = list(module.named_parameters())
         self.sharded = _sharded({id(p): shapes[id(p)].numel() for _, p in named}, self.zero)
-        self.names = {id(p): NamedParameter(name, p, order, 0, shapes[id(p)]) for order, (name, p) in enumerate(named)}
+        self.units = self._plan_units(module, shapes)
+        units = {id(param): plan.number for plan in self.units for param in plan.params}
+        members = [NamedParameter(name, p, i, units.get(id(p), 0), shapes[id(p)]) for i, (name, p) in enumerate(named)]
+        self.names = {id(member.param): member for member in members}
         self.total_numel = sum(shape.numel() for shape in shapes.values())
+
+    def _plan_units(self, module: nn.Module, shapes: Mapping[int, torch.Size]) -> tuple[UnitPlan, ...]:
+        if not self.sharded:
+            return ()
+        plans = plan_units(
+            module,
+            {p: shapes[id(p)].numel() for p in module.parameters() if id(p) in self.sharded},
+            limit_numel=min(self.zero.reduce_bucket_size, max(1, self.zero.max_live_parameters)),
+            granularity_threshold=self.zero.module_granularity_threshold,
+        )
+        return tuple(plans)
 
     def group_members(self, optimizer: Optimizer | None) -> Iterator[tuple[Kind, list[NamedParameter]]]:
         """One entry per optimizer group, dtypes and treatment; then what is sharded although nothing trains it."""
@@ -163,7 +187,7 @@ class _Planner:
         )
         numel = layout.shard_numel if kind.is_sharded else layout.numel
         gatherer = _gatherer(numel, kind.param_dtype, members[0].param.device, self.axis)
-        return FlatGroup(members, kind, layout, gatherer, self.axis)
+        return FlatGroup(members, kind, layout, gatherer, self.axis, whole_value=lambda member: take_whole(member.param))
 
 
 def _sharded(numels: Mapping[int, int], zero: ZeroConfig) -> set[int]:

@@ -20,6 +20,7 @@ from deepspeed.engine.loss_guard import LossGuard
 from deepspeed.engine.partition import Partition
 from deepspeed.engine.report import StepReport
 from deepspeed.topology.mesh import ParallelMesh
+from deepspeed.zero.coordinator import ParameterCoordinator
 from deepspeed.zero.optimizer import ZeroOptimizer
 from deepspeed.zero.reducer import GradientReducer
 
@@ -38,6 +39,9 @@ class EngineParts:
     report: StepReport
     communication_data_type: torch.dtype
     partition: Partition
+    coordinator: ParameterCoordinator | None = None
+    """Gathers and releases sharded parameters; None where there are none."""
+
     optimizer: ZeroOptimizer | None = None
     reducer: GradientReducer | None = None
     basic_optimizer: Optimizer | None = None

@@ -43,6 +43,9 @@ class GradientStore(Protocol):
     def shards(self) -> list[Tensor]:
         """All of this rank's gradient, as few views: for the norm."""
 
+    def buffers(self) -> list[Tensor]:
+        """All memory that the store keeps."""
+
     def spend(self, start: int, stop: int) -> None:
         """The range was used by an update."""
 

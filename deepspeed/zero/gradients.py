@@ -147,6 +147,10 @@ class ViewGradients:
         """See `GradientStore`."""
         return [self.buffer_F]
 
+    def buffers(self) -> list[Tensor]:
+        """See `GradientStore`."""
+        return [self.buffer_F]
+
     def spend(self, start: int, stop: int) -> None:
         """See `GradientStore`."""
         self.buffer_F[start:stop].zero_()
@@ -241,6 +245,10 @@ class WholeGradients:
     def shards(self) -> list[Tensor]:
         """See `GradientStore`."""
         return [self.shard(extent.start, extent.stop) for extent in self._flat.extents]
+
+    def buffers(self) -> list[Tensor]:
+        """See `GradientStore`."""
+        return [self._buffer_F]
 
     def spend(self, start: int, stop: int) -> None:
         """See `GradientStore`. The next collection overwrites it."""
@@ -346,6 +354,10 @@ class ShardedGradients:
                 self._shard_S[begin:end].zero_()
                 self._is_filled[number] = True
         return [self._shard_S]
+
+    def buffers(self) -> list[Tensor]:
+        """See `GradientStore`."""
+        return [self._shard_S, self._scatterer.buffer]
 
     def spend(self, start: int, stop: int) -> None:
         """See `GradientStore`. The next reduction overwrites it."""

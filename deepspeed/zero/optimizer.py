@@ -14,7 +14,7 @@ Built by `engine.build`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -23,8 +23,11 @@ from torch.optim import Optimizer
 
 from deepspeed.accelerator.late import LateNumber
 from deepspeed.common.logging import get_logger
+from deepspeed.config.offload import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.errors import UsageError
 from deepspeed.precision.loss_scaler import DynamicLossScaler, LossScaler, NullScaler
+from deepspeed.zero.absence import Absence, state_tensors
+from deepspeed.zero.flat import FlatGroup
 from deepspeed.zero.master import MasterWeights
 from deepspeed.zero.norm import sum_of_squares, sum_over_shards, total
 from deepspeed.zero.outcome import Late, Outcome
@@ -52,6 +55,7 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
         gradient_multiplier: 1, or the number of data-parallel ranks where gradients are summed instead of averaged.
         skips_nonfinite: skip an update whose norm is infinite or NaN; off only where the config says so.
         divisor: what the gradient accumulated so far is divided by, asked anew each time.
+        frozen: sharded parameters that nothing updates; `offload_states` moves them too.
         computes_norm: False leaves the norm out (`compute_grad_norm`); non-finite gradients are still noticed.
     """
 
@@ -66,6 +70,7 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
         gradient_multiplier: float = 1.0,
         skips_nonfinite: bool = True,
         computes_norm: bool = True,
+        frozen: Sequence[FlatGroup] = (),
     ) -> None:
         # Optimizer.__init__ is not called: every attribute it would make is the wrapped optimizer's (see __getattr__).
         self.optimizer = master.optimizer
@@ -77,6 +82,8 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
         self.skips_nonfinite = skips_nonfinite
         self.computes_norm = computes_norm
         self.divisor = divisor
+        self.frozen = tuple(frozen)
+        self.absence = Absence()
         self.outcome: Outcome | None = None
         self.read_late: Callable[[Tensor], Late] = LateNumber
         self._opt_called = True  # torch's schedulers ask whether step() was called; the engine's update does not call it
@@ -176,6 +183,31 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
             f"optimizer.step({'' if closure is None else 'closure'}) was called on an optimizer that belongs to an engine. "
             "Call engine.step(): it reduces, unscales, clips, updates and moves the schedule at the accumulation boundary."
         )
+
+    def offload_states(
+        self,
+        include: Iterable[OffloadStateTypeEnum | str] | None = None,
+        device: OffloadDeviceEnum | str = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move training state to host memory until `reload_states`. Between two steps; each rank moves its own.
+
+        Args:
+            include: optim_states, hp_params, lp_params, lp_grads, contiguous_grad_buffer; None: all.
+            device: "cpu".
+            pin_memory: use page-locked memory there.
+            non_blocking: let the copies overlap each other.
+
+        Raises:
+            ArgumentError: a device other than the host, or an unknown kind; nothing was moved.
+        """
+        tensors = state_tensors(self.master, (*self.master.flats, *self.frozen))
+        self.absence.offload(tensors, include, device, pin_memory=pin_memory, non_blocking=non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back what `offload_states` moved."""
+        self.absence.reload(non_blocking=non_blocking)
 
     # -- the wrapped optimizer, seen from outside ---------------------------------------------------------------------
 

@@ -69,7 +69,7 @@ class _Bucket:
         if self.axis.size > 1:
             bad = torch.isfinite(total(mine)).logical_not()
             self.has_nonfinite = bad if self.has_nonfinite is None else self.has_nonfinite | bad
-            self._start()
+        self._start()
 
     def _start(self) -> None:
         self.flat.gradients.launch(self.number)
@@ -123,6 +123,7 @@ class GradientReducer:
             not wait for the end of backward, and launches all at the end elsewhere.
         allows_unused: accept parameters without a gradient (`ignore_unused_parameters`).
         on_collected: see `BucketCollected`.
+        on_over: told at the end of each backward, also of one that an exception has cut short.
     """
 
     def __init__(
@@ -135,6 +136,7 @@ class GradientReducer:
         is_overlapped: bool = True,
         allows_unused: bool = True,
         on_collected: BucketCollected | None = None,
+        on_over: Callable[[], None] | None = None,
     ) -> None:
         self.flats = tuple(flats)
         self.axis = axis
@@ -142,6 +144,7 @@ class GradientReducer:
         self._check_scaled = check_scaled
         self._allows_unused = allows_unused
         self._on_collected = on_collected
+        self._on_over = on_over
         self._is_overlapped = is_overlapped
         kinds = {True: _RowSparseBucket, False: _Bucket}
         buckets = [
@@ -323,6 +326,8 @@ class GradientReducer:
         self._next = 0
         for bucket in self._buckets:
             bucket.reset()
+        if self._on_over is not None:
+            self._on_over()
 
     def close_window(self) -> None:
         """The update was made or skipped."""
