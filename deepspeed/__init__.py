@@ -73,6 +73,7 @@ _SUBMODULES = (
     "ops",
     "runtime",
     "utils",
+    "zero",
 )
 
 _UNBUILT_NAMES = (
@@ -106,7 +107,6 @@ _UNBUILT_NAMES = (
     "set_autotp_mode",
     "set_optimizer_flags",
     "tp_model_init",
-    "zero",
 )
 """Documented names that this version does not have. Each disappears from here when its feature arrives."""
 

@@ -13,7 +13,9 @@ _SUBMODULES = (
     "engine",
     "fp16",
     "lr_schedules",
+    "pipe",
     "utils",
+    "zero",
 )
 
 __all__ = [*_SUBMODULES]

@@ -4,9 +4,22 @@ from __future__ import annotations
 
 from deepspeed.common.lazy import attach
 
-_SUBMODULES = ("groups", "logging", "numa", "timer")
+_SUBMODULES = ("groups", "logging", "numa", "tensor_fragment", "timer")
 _NAMES = {
     "RepeatingLoader": "deepspeed.data:RepeatingLoader",
+    **{
+        name: f"deepspeed.zero.leaf:{name}"
+        for name in (
+            "get_z3_leaf_modules",
+            "set_z3_leaf_module",
+            "set_z3_leaf_modules",
+            "set_z3_leaf_modules_by_name",
+            "set_z3_leaf_modules_by_suffix",
+            "unset_z3_leaf_modules",
+            "z3_leaf_parameter",
+        )
+    },
+    "z3_leaf_module": "deepspeed.utils.z3_leaf_module:z3_leaf_module",  # the module of that name first, or it wins later
     "get_numactl_cmd": "deepspeed.launcher.numa:get_numactl_cmd",
     "log_dist": "deepspeed.common.logging:log_dist",
     "log_dist_once": "deepspeed.common.logging:log_dist_once",
@@ -17,9 +30,15 @@ _NAMES = {
             "safe_get_full_fp32_param",
             "safe_get_full_grad",
             "safe_get_full_optimizer_state",
+            "safe_get_local_fp32_param",
+            "safe_get_local_grad",
+            "safe_get_local_optimizer_state",
             "safe_set_full_fp32_param",
             "safe_set_full_grad",
             "safe_set_full_optimizer_state",
+            "safe_set_local_fp32_param",
+            "safe_set_local_grad",
+            "safe_set_local_optimizer_state",
             "safe_update_full_grad_vectorized",
         )
     },

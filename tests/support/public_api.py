@@ -29,6 +29,7 @@ ROOTS = (
     "deepspeed.ops.lamb",
     "deepspeed.ops.lion",
     "deepspeed.ops.op_builder",
+    "deepspeed.zero",
 )
 DOORS = ("deepspeed.runtime", "deepspeed.utils")
 

@@ -12,6 +12,7 @@ import pytest
 import deepspeed.runtime
 import deepspeed.utils
 from deepspeed.topology import groups
+from deepspeed.zero import init_context
 
 DOORS = sorted(
     module.name
@@ -32,18 +33,42 @@ DOTTED = [
     "deepspeed.runtime.engine.DeepSpeedEngine",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     "deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES",
+    "deepspeed.runtime.pipe.topology.ProcessTopology",
     "deepspeed.runtime.utils.clip_grad_norm_",
     "deepspeed.runtime.utils.move_to_device",
     "deepspeed.runtime.utils.see_memory_usage",
     "deepspeed.runtime.utils.set_random_seed",
+    "deepspeed.runtime.zero.GatheredParameters",
+    "deepspeed.runtime.zero.Init",
+    "deepspeed.runtime.zero.config.DeepSpeedZeroConfig",
+    "deepspeed.runtime.zero.offload_config.OffloadDeviceEnum.cpu",
+    "deepspeed.runtime.zero.offload_config.OffloadStateTypeEnum.optim_states",
+    "deepspeed.runtime.zero.partition_parameters.ZeroParamStatus.NOT_AVAILABLE",
+    "deepspeed.runtime.zero.partition_parameters._orig_torch_arange",
+    "deepspeed.runtime.zero.partition_parameters.get_accelerator",
+    "deepspeed.runtime.zero.partition_parameters.zero_wrapper_for_fp_tensor_constructor",
+    "deepspeed.runtime.zero.stage3.estimate_zero3_model_states_mem_needs_all_live",
+    "deepspeed.runtime.zero.stage_1_and_2.estimate_zero2_model_states_mem_needs_all_cold",
+    "deepspeed.runtime.zero.tiling.TiledLinear",
     "deepspeed.utils.RepeatingLoader",
     "deepspeed.utils.groups._get_sequence_parallel_group",
     "deepspeed.utils.groups.get_data_parallel_group",
     "deepspeed.utils.log_dist",
     "deepspeed.utils.logger",
     "deepspeed.utils.logging.logger",
+    "deepspeed.utils.safe_get_local_grad",
+    "deepspeed.utils.set_z3_leaf_modules",
+    "deepspeed.utils.tensor_fragment.safe_get_full_grad",
     "deepspeed.utils.timer.NoopTimer",
     "deepspeed.utils.timer.SynchronizedWallClockTimer",
+    "deepspeed.zero.GatheredParameters",
+    "deepspeed.zero.Init",
+    "deepspeed.zero.TiledLinearReturnBias",
+    "deepspeed.zero.ZeroParamStatus.AVAILABLE",
+    "deepspeed.zero.ZeroParamType.REMOTE",
+    "deepspeed.zero.partition_parameters.unregister_external_parameter",
+    "deepspeed.zero.register_external_parameter",
+    "deepspeed.zero.unwrap_model_for_generation",
 ]
 
 
@@ -91,7 +116,37 @@ def test_a_function_replaced_behind_the_groups_door_is_replaced_in_the_room(monk
     assert deepspeed.utils.groups is groups
 
 
+def test_a_function_replaced_behind_the_partition_parameters_door_is_replaced_in_the_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    door = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
+    assert door is init_context is deepspeed.zero.partition_parameters is deepspeed.runtime.zero.partition_parameters
+
+    def replaced() -> None: ...
+
+    monkeypatch.setattr(door, "zero_wrapper_for_fp_tensor_constructor", replaced)
+    assert init_context.zero_wrapper_for_fp_tensor_constructor is replaced
+
+
+def test_names_of_later_features_say_that_they_are_not_built() -> None:
+    for name in ("deepspeed.zero.MiCS_Init", "deepspeed.runtime.pipe.PipelineModule"):
+        module, attribute = name.rsplit(".", 1)
+        with pytest.raises(AttributeError, match="not built yet"):
+            getattr(importlib.import_module(module), attribute)
+
+
+def test_the_question_about_leaf_modules_is_found_beside_the_module_of_its_name() -> None:
+    code = """
+import deepspeed, torch
+assert not deepspeed.utils.z3_leaf_module(torch.nn.Linear(1, 1))
+from deepspeed.utils.z3_leaf_module import set_z3_leaf_module
+assert not deepspeed.utils.z3_leaf_module(torch.nn.Linear(1, 1))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_both_ways_to_one_object_lead_to_the_same_one() -> None:
     assert deepspeed.utils.logger is deepspeed.utils.logging.logger is deepspeed.logger
+    assert deepspeed.zero.Init is deepspeed.runtime.zero.Init is init_context.Init
     assert deepspeed.runtime.engine.DeepSpeedEngine is deepspeed.DeepSpeedEngine
     assert deepspeed.runtime.config.DeepSpeedConfigError is deepspeed.DeepSpeedConfigError

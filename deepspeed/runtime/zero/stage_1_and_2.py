@@ -1,0 +1,15 @@
+"""Door to the memory tables of stage 2."""
+
+from __future__ import annotations
+
+from deepspeed.zero.memory_needs import (
+    estimate_zero2_model_states_mem_needs,
+    estimate_zero2_model_states_mem_needs_all_cold,
+    estimate_zero2_model_states_mem_needs_all_live,
+)
+
+__all__ = [
+    "estimate_zero2_model_states_mem_needs",
+    "estimate_zero2_model_states_mem_needs_all_cold",
+    "estimate_zero2_model_states_mem_needs_all_live",
+]

@@ -1,0 +1,353 @@
+"""Parameters sharded one by one, before there is an engine: what `zero.Init` makes.
+
+    rank 0's values    |a a a|a a a|a a .|      W = 3 ranks, numel = 8, shard_numel = ceil(8 / 3) = 3, one of padding
+    shard of a rank    |a a a|
+    param.data         empty, shape (0,)                              released
+                       |a a a a a a a a| in the parameter's shape     fetched
+
+    shard   rank 0's values are dealt out: one scatter
+    fetch   one all-gather per parameter, all started before the first is waited for
+    store   one rank's values go to all ranks, each keeps its part
+    drop    the last one forgets the gathered buffer, and with it what nobody stored
+
+Lives here: `ShardedParameters`, the `ParameterHolder` of one `zero.Init` group, and what `engine.build` needs to take such
+parameters over. Does not live here: when a parameter is sharded (`zero.init_context`), sharded parameters of an engine
+(`zero.flat`, `zero.coordinator`).
+
+[Note: bytes travel] Collectives move the parameters as bytes: every dtype works on every back end.
+
+[Note: writes that go nowhere] A released parameter is an empty tensor, so writing into it does nothing. In-place operations
+count up `param._version`; a parameter of which it rose while released was written to, and that is an error, never ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.flat import Work
+from deepspeed.errors import ArgumentError, UsageError
+from deepspeed.topology.mesh import AxisGroup
+from deepspeed.zero.holder import holder_of, set_holder
+from deepspeed.zero.published import ZeroParamStatus, in_rank_order, publish, set_status, withdraw
+
+__all__ = [
+    "ParamShard",
+    "ShardedParameters",
+    "is_sharded",
+    "refuse_lost_writes",
+    "take_whole",
+    "whole_shape",
+    "whole_values",
+]
+
+
+@dataclass
+class ParamShard:
+    """This rank's share of one parameter.
+
+    Shapes: `S` = shard_numel = ceil(numel / world size).
+    """
+
+    name: str
+    """Class of the module and name in it; the whole path is not known while a model is built."""
+    shape: torch.Size
+    values: Tensor
+    """`shard_S`: 1-D, padded with zeros. Clients may assign its `.data`, so the object stays the same."""
+    fetch_count: int = 0
+    """Fetches that were not dropped; `param.data` is whole while there are any."""
+    version: int = 0
+    """`param._version` when it was released; see [Note: writes that go nowhere]."""
+
+
+class ShardedParameters:
+    """Keeps the shards of parameters over one group of ranks.
+
+    All ranks of the group call each method that communicates (shard, fetch, store), with the same parameters, in one order.
+    """
+
+    def __init__(
+        self, axis: AxisGroup, device: torch.device, *, rest_device: torch.device | None = None, pin_memory: bool = False
+    ) -> None:
+        """Hold parameters for the ranks of `axis`.
+
+        Args:
+            axis: the ranks that share each parameter.
+            device: where gathered values are.
+            rest_device: where shards are; None is `device`.
+            pin_memory: page-lock shards on the host.
+        """
+        self.axis = axis
+        self.device = device
+        self._rest_device = rest_device or device
+        self._pin_memory = pin_memory and self._rest_device.type == "cpu" and device.type != "cpu"
+        self._shards: MutableMapping[nn.Parameter, ParamShard] = WeakTensorKeyDictionary()
+
+    # -- taking and giving up parameters ------------------------------------------------------------------------------
+
+    def shard(self, param: nn.Parameter, name: str) -> None:
+        """Deal the values of the group's first rank out to all and make `param.data` empty."""
+        with _plain_tensors():
+            shard_S = self._at_rest(self._deal(param.detach()))
+            self._adopt(param, ParamShard(name, param.shape, shard_S))
+
+    def copy_sharded(self, param: nn.Parameter) -> nn.Parameter:
+        """Return a new parameter with the same values, sharded likewise; nothing is communicated."""
+        shard = self._shards[param]
+        with _plain_tensors():
+            copied = nn.Parameter(param.detach().clone(), param.requires_grad)
+            self._adopt(copied, ParamShard(shard.name, shard.shape, self._at_rest(shard.values.clone())))
+        return copied
+
+    def forget(self, param: nn.Parameter) -> None:
+        """Stop keeping `param`: it is an ordinary parameter from then on, of whatever `param.data` is."""
+        self._shards.pop(param, None)
+        withdraw(param)
+        set_holder(param, None)
+
+    def _adopt(self, param: nn.Parameter, shard: ParamShard) -> None:
+        self._shards[param] = shard
+        set_holder(param, self)
+        publish(param, shard.shape, shard.values, group=self.axis.group)
+        self._release(param, shard)
+
+    def _deal(self, values: Tensor) -> Tensor:
+        flat = values.to(self.device).reshape(-1)
+        world_size, numel = self.axis.size, flat.numel()
+        shard_numel = -(-numel // world_size)
+        if world_size == 1 or numel == 0:
+            return flat.clone()
+        mine = torch.empty(shard_numel, dtype=flat.dtype, device=self.device)
+        parts = None
+        if self.axis.rank == 0:
+            padded = torch.zeros(world_size * shard_numel, dtype=flat.dtype, device=self.device)
+            padded[:numel].copy_(flat)
+            parts = list(_as_bytes(padded).view(world_size, -1))
+        comm.scatter(_as_bytes(mine), parts, src=self.axis.ranks[0], group=self.axis.group)
+        return mine
+
+    def _at_rest(self, shard_S: Tensor) -> Tensor:
+        resting = shard_S.to(self._rest_device)
+        return get_accelerator().pin_memory(resting) if self._pin_memory else resting
+
+    # -- the protocol of a holder -------------------------------------------------------------------------------------
+
+    def fetch(self, params: Sequence[nn.Parameter]) -> None:
+        """Make `param.data` whole for each; see `zero.holder.ParameterHolder`.
+
+        Raises:
+            UsageError: a parameter was given other storage while it was released.
+        """
+        with _plain_tensors():
+            held = self._held(params)
+            released = [(param, shard) for param, shard in held if shard.fetch_count == 0]
+            for param, shard in released:
+                _refuse_other_storage(param, shard)
+            gathers = [_Gather(self.axis, param, self._follow(param, shard)) for param, shard in released]
+            for (param, shard), gather in zip(released, gathers, strict=True):
+                param.data = gather.wait()[: shard.shape.numel()].view(shard.shape)
+                set_status(param, ZeroParamStatus.AVAILABLE)
+            for _, shard in held:  # last: after a gather that failed nothing counts as fetched
+                shard.fetch_count += 1
+
+    def drop(self, params: Sequence[nn.Parameter]) -> None:
+        """Undo one `fetch` of each. Parameters that an engine has taken over meanwhile are passed over."""
+        with _plain_tensors():
+            for param, shard in self._held(params):
+                assert shard.fetch_count > 0  # callers drop what they fetched
+                shard.fetch_count -= 1
+                if shard.fetch_count == 0:
+                    self._release(param, shard)
+
+    def store(self, params: Sequence[nn.Parameter], source_rank: int) -> None:
+        """Give all ranks the values of global rank `source_rank`; see `zero.holder.ParameterHolder`.
+
+        Raises:
+            ArgumentError: `source_rank` does not share the parameters.
+            UsageError: there a parameter has another shape than it was built with. Raised on all ranks.
+        """
+        if source_rank not in self.axis.ranks:
+            raise ArgumentError(
+                f"modifier_rank={source_rank}, but the parameters are shared by the ranks {list(self.axis.ranks)}. "
+                "Name one of these: the global rank of the process that edits."
+            )
+        with _plain_tensors():
+            for param, shard in self._held(params):
+                self._store(param, shard, source_rank)
+
+    def follow_casts(self, params: Sequence[nn.Parameter]) -> None:
+        """Give the shards of fetched parameters the dtype that `module.to()` gave the parameters, on all ranks alike."""
+        with _plain_tensors():
+            for param, shard in self._held(params):
+                self._follow(param, shard)
+
+    def is_fetched(self, param: nn.Parameter) -> bool:
+        """Whether `param.data` is whole."""
+        shard = self._shards.get(param)
+        return shard is not None and shard.fetch_count > 0
+
+    def refuse_lost_writes(self) -> None:
+        """Check that no released parameter was written to; see [Note: writes that go nowhere]. Collective.
+
+        Raises:
+            UsageError: on all ranks, when it happened on any.
+        """
+        names = [shard.name for param, shard in self._shards.items() if _was_written(param, shard)]
+        found = torch.tensor([len(names)], device=self.device)
+        if self.axis.size > 1:
+            comm.all_reduce(found, group=self.axis.group)
+        if found.item():
+            where = ", ".join(names[:5]) + (" and others" if len(names) > 5 else "") or "a parameter on another rank"
+            raise UsageError(
+                f"zero.Init: {where} was written to while sharded, when its tensor is empty, so the values are lost. Look "
+                "it up as module.weight when you write, instead of keeping a reference to it, or write inside "
+                "`with deepspeed.zero.GatheredParameters([module.weight], modifier_rank=0):`."
+            )
+
+    def _held(self, params: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, ParamShard]]:
+        return [(param, self._shards[param]) for param in in_rank_order(params) if param in self._shards]
+
+    def _release(self, param: nn.Parameter, shard: ParamShard) -> None:
+        param.data = torch.empty(0, dtype=param.dtype, device=self.device)
+        shard.version = _version(param)
+        set_status(param, ZeroParamStatus.NOT_AVAILABLE)
+
+    def _follow(self, param: nn.Parameter, shard: ParamShard) -> Tensor:
+        """This rank's shard in the parameter's dtype, which `module.to(dtype)` changes through the empty tensor."""
+        if shard.values.dtype != param.dtype:
+            shard.values = self._at_rest(shard.values.to(param.dtype))
+            publish(param, shard.shape, shard.values, group=self.axis.group)
+        return shard.values
+
+    def _store(self, param: nn.Parameter, shard: ParamShard, source_rank: int) -> None:
+        """One broadcast: the values as bytes, and one more byte that says whether they fit."""
+        dtype, numel = shard.values.dtype, shard.shape.numel()
+        payload = torch.zeros(numel * dtype.itemsize + 1, dtype=torch.uint8, device=self.device)
+        whole_F = payload[:-1].view(dtype)
+        if self.axis.ranks[self.axis.rank] == source_rank and param.shape == shard.shape:
+            whole_F.copy_(param.detach().reshape(-1))
+            payload[-1] = 1
+        comm.broadcast(payload, src=source_rank, group=self.axis.group)
+        if not payload[-1]:
+            raise UsageError(
+                f"{shard.name} of shape {tuple(shard.shape)} came out of GatheredParameters() with another shape on rank "
+                f"{source_rank}. Edit it in place; to change its shape, assign a new torch.nn.Parameter to the module."
+            )
+        param.data = whole_F.view(shard.shape)
+        shard_numel = shard.values.numel()
+        mine = whole_F[self.axis.rank * shard_numel : (self.axis.rank + 1) * shard_numel]
+        shard.values[: mine.numel()].copy_(mine)
+
+
+class _Gather:
+    """One parameter on its way to being whole. The shard stays referenced until it is over."""
+
+    def __init__(self, axis: AxisGroup, param: nn.Parameter, shard_S: Tensor) -> None:
+        self._mine = shard_S.to(param.device)
+        self._work: Work | None = None
+        if axis.size == 1 or shard_S.numel() == 0:
+            self._whole_F = self._mine.clone()
+            return
+        self._whole_F = torch.empty(axis.size * shard_S.numel(), dtype=shard_S.dtype, device=param.device)
+        self._work = comm.all_gather_into_tensor(
+            _as_bytes(self._whole_F), _as_bytes(self._mine), group=axis.group, async_op=True
+        )
+
+    def wait(self) -> Tensor:
+        if self._work is not None:
+            self._work.wait()
+        return self._whole_F
+
+
+# -- what an engine needs to take parameters over ---------------------------------------------------------------------
+
+
+def is_sharded(param: nn.Parameter) -> bool:
+    """Whether somebody keeps shards of `param` (`zero.Init` or an engine)."""
+    return holder_of(param) is not None
+
+
+@contextmanager
+def whole_values(param: nn.Parameter) -> Iterator[Tensor]:
+    """The whole values in the parameter's shape, detached; gathered for the time of the block where it is sharded.
+
+    All ranks that share the parameter enter it. Reading only: edits of a sharded parameter are dropped.
+    """
+    holder = holder_of(param)
+    if holder is None:
+        yield param.detach()
+        return
+    holder.fetch([param])
+    try:
+        yield param.detach()
+    finally:
+        holder.drop([param])
+
+
+def take_whole(param: nn.Parameter) -> Tensor:
+    """Take a parameter over from `zero.Init`: the whole values, in its shape. It is an ordinary one from then on.
+
+    All ranks that share the parameter call it. Its `data` is empty afterwards, for the caller to set. Values of a parameter
+    that is not sharded by `zero.Init` are `param.detach()`, and nothing happens to it.
+    """
+    holder = holder_of(param)
+    if not isinstance(holder, ShardedParameters):
+        return param.detach()
+    with whole_values(param) as values:
+        whole = values
+    holder.forget(param)
+    return whole
+
+
+def whole_shape(param: nn.Parameter) -> torch.Size:
+    """The shape of the whole parameter, sharded or not."""
+    shape: torch.Size = getattr(param, "ds_shape", param.shape)
+    return shape
+
+
+def refuse_lost_writes(params: Iterable[nn.Parameter]) -> None:
+    """Check that nobody wrote into the empty tensor of a released parameter. All ranks call it; ordinary ones pass.
+
+    Raises:
+        UsageError: on all ranks, when it happened on any.
+    """
+    holders = {id(holder): holder for param in params if isinstance(holder := holder_of(param), ShardedParameters)}
+    for holder in holders.values():
+        holder.refuse_lost_writes()
+
+
+# -- small things -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _plain_tensors() -> Iterator[None]:
+    """Make tensors that training can use, even if the caller is in `torch.inference_mode`."""
+    with torch.inference_mode(mode=False), torch.no_grad():
+        yield
+
+
+def _as_bytes(flat: Tensor) -> Tensor:
+    return flat.view(torch.uint8)
+
+
+def _version(param: nn.Parameter) -> int:
+    return 0 if param.is_inference() else param._version
+
+
+def _was_written(param: nn.Parameter, shard: ParamShard) -> bool:
+    return shard.fetch_count == 0 and shard.shape.numel() > 0 and (_version(param) != shard.version or param.numel() > 0)
+
+
+def _refuse_other_storage(param: nn.Parameter, shard: ParamShard) -> None:
+    if param.numel():
+        raise UsageError(
+            f"{shard.name} was given {param.numel()} elements (param.data = ...) while sharded, when its tensor is empty. "
+            "Assign inside `with deepspeed.zero.GatheredParameters([param], modifier_rank=0):`."
+        )
