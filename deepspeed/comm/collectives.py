@@ -4,8 +4,9 @@ Lives here: every call of a torch.distributed collective in this library. Does n
 (`algorithms`), the log (`recorder`), starting the process group (`world`). Everyone calls it through `deepspeed.comm`.
 
     deepspeed.comm.all_reduce(tensor, group=g)
-        |-- log off: torch.distributed.all_reduce          one attribute test more than torch's own call
-        |-- log on:  the same between two clock readings, device drained; an asynchronous call is timed until its wait()
+        |-- one rank:     torch.distributed.all_reduce     two attribute tests more than torch's own call
+        |-- several:      counted, and waited for in slices, so that ranks that wait for each other are told (`watch`)
+        |-- log on:       the same between two clock readings, device drained; an asynchronous call is timed until its wait()
         `-- a failing back end becomes CommError: collective, rank, ranks of the group, and the back end's text
 
 Shapes and errors are torch's; `group=None` is the world. Every rank of the group must make the same calls in the same
@@ -31,8 +32,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.failures import WHERE_TO_LOOK, NotInitializedError
+from deepspeed.comm.failures import NotInitializedError
+from deepspeed.comm.follow import FOLLOW, Form, Places, nbytes_of
 from deepspeed.comm.recorder import RECORDER, table
+from deepspeed.comm.watch import WATCH
 from deepspeed.common.logging import log_dist
 from deepspeed.errors import CommError
 
@@ -56,20 +59,31 @@ _TAIL = [
 # -------------------------------------------------------------------- watching a call
 
 
-def _watched(payload: str | None) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Record and explain calls of a collective; `payload` names the argument whose bytes count (None: no bytes)."""
+def _watched(payload: str | None, form: Form = "collective") -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Record, follow and explain calls of a collective.
+
+    Args:
+        payload: the argument whose bytes count; None: no bytes.
+        form: how the watch follows it; see `comm.follow`.
+    """
 
     def wrap(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)
+        places, follow = Places(function, payload), FOLLOW[form]
+
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            return cast("R", follow(function, places, args, kwargs)) if WATCH.is_on else function(*args, **kwargs)
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             try:
                 if RECORDER.enabled:
-                    return cast("R", _recorded(function, signature, payload, args, kwargs))
+                    return cast("R", _recorded(run, function.__name__, signature, payload, args, kwargs))
                 if kwargs:
                     _drop_tail(kwargs)
-                return function(*args, **kwargs)
+                return run(*args, **kwargs)
+            except CommError:
+                raise
             except ValueError:
                 if not dist.is_initialized():
                     raise NotInitializedError(function.__name__) from None
@@ -91,13 +105,8 @@ def _drop_tail(kwargs: dict[str, Any]) -> tuple[bool, str | None, str | None]:
 
 
 def _failed(name: str, group: Group, cause: Exception) -> CommError:
-    """Return the error for a call that the back end gave up: a dead or late peer, or ranks that sent different things."""
-    ranks = _few(dist.get_process_group_ranks(group))
-    return CommError(f"{name} failed on rank {dist.get_rank()}, in the group of ranks {ranks}: {cause} {WHERE_TO_LOOK}")
-
-
-def _few(ranks: list[int], most: int = 16) -> str:
-    return str(ranks) if len(ranks) <= most else f"[{', '.join(map(str, ranks[:most]))}, ... {len(ranks)} in all]"
+    doing = f" ({WATCH.ledger.name})" if WATCH.ledger.name else ""
+    return WATCH.failed(f"{name}{doing}", dist.get_process_group_ranks(group), cause)
 
 
 class _TimedWork:
@@ -120,6 +129,7 @@ class _TimedWork:
 
 def _recorded(
     function: Callable[..., Any],
+    operation: str,
     signature: inspect.Signature,
     payload: str | None,
     args: tuple[Any, ...],
@@ -127,14 +137,13 @@ def _recorded(
 ) -> Any:
     """Run a call between two readings of the clock, with the device's queues drained before each."""
     prof, log_name, debug = _drop_tail(kwargs)
-    operation = function.__name__
     name = log_name or operation
     if not RECORDER.wants(name, prof):
         return function(*args, **kwargs)
     if RECORDER.debug:
         name = f"{name} | [Caller Func: {debug or sys._getframe(2).f_code.co_name}]"
     given = signature.bind(*args, **kwargs).arguments
-    nbytes = _nbytes(given.get(payload)) if payload else 0
+    nbytes = nbytes_of(given.get(payload)) if payload else 0
     world_size = dist.get_world_size(given.get("group"))
     synchronize = get_accelerator().synchronize
     synchronize()
@@ -153,15 +162,6 @@ def _recorded(
     return result
 
 
-def _nbytes(payload: Any) -> int:
-    """Bytes of a tensor, of the tensor of a `P2POp`, or of a list of these together."""
-    if isinstance(payload, dist.P2POp):
-        return payload.tensor.nbytes
-    if isinstance(payload, torch.Tensor):
-        return payload.nbytes
-    return sum(map(_nbytes, payload)) if isinstance(payload, list | tuple) else 0
-
-
 # -------------------------------------------------------------------- reductions
 
 
@@ -177,7 +177,7 @@ def inference_all_reduce(tensor: torch.Tensor, op: Any = SUM, group: Group = Non
     return dist.all_reduce(tensor, op, group, async_op)
 
 
-@_watched("tensors")
+@_watched("tensors", "opaque")
 def all_reduce_coalesced(tensors: list[torch.Tensor], op: Any = SUM, group: Group = None, async_op: bool = False) -> Any:
     """Reduce several tensors in one call of the back end, each in place."""
     with _coalescing_manager(group, async_ops=async_op) as work:
@@ -233,7 +233,7 @@ def all_gather_into_tensor(
     return _all_gather_single(output_tensor, tensor, group, async_op)
 
 
-@_watched("input_tensors")
+@_watched("input_tensors", "opaque")
 def all_gather_coalesced(
     output_tensors: list[torch.Tensor], input_tensors: list[torch.Tensor], group: Group = None, async_op: bool = False
 ) -> Any:
@@ -279,7 +279,7 @@ def scatter(
 # -------------------------------------------------------------------- all-to-all and broadcast
 
 
-@_watched("tensor")
+@_watched("tensor", "uneven")
 def all_to_all_single(
     output: torch.Tensor,
     tensor: torch.Tensor,
@@ -292,7 +292,7 @@ def all_to_all_single(
     return dist.all_to_all_single(output, tensor, output_split_sizes, input_split_sizes, group, async_op)
 
 
-@_watched("input_tensor_list")
+@_watched("input_tensor_list", "uneven")
 def all_to_all(
     output_tensor_list: list[torch.Tensor],
     input_tensor_list: list[torch.Tensor],
@@ -386,25 +386,25 @@ def broadcast_range(tensor: torch.Tensor, group: Group = None, async_op: bool = 
 # -------------------------------------------------------------------- messages between two ranks
 
 
-@_watched("tensor")
+@_watched("tensor", "message")
 def send(tensor: torch.Tensor, dst: int, group: Group = None, tag: int = 0) -> None:
     """Send to global rank `dst`; blocks until the tensor may be reused."""
     dist.send(tensor, dst, group, tag)
 
 
-@_watched("tensor")
+@_watched("tensor", "message")
 def recv(tensor: torch.Tensor, src: int | None = None, group: Group = None, tag: int = 0) -> int:
     """Receive from global rank `src`, or from anybody; blocks. Returns the sender's global rank."""
     return dist.recv(tensor, src, group, tag)
 
 
-@_watched("tensor")
+@_watched("tensor", "message")
 def isend(tensor: torch.Tensor, dst: int, group: Group = None, tag: int = 0) -> Any:
     """Start sending to global rank `dst`; returns a `Work`."""
     return dist.isend(tensor, dst, group, tag)
 
 
-@_watched("tensor")
+@_watched("tensor", "message")
 def irecv(tensor: torch.Tensor, src: int | None = None, group: Group = None, tag: int = 0) -> Any:
     """Start receiving from global rank `src`, or from anybody; returns a `Work`."""
     return dist.irecv(tensor, src, group, tag)
@@ -423,7 +423,7 @@ class P2POp(dist.P2POp):
 _PLAIN = {isend: dist.isend, irecv: dist.irecv}  # torch compares with its own functions
 
 
-@_watched("p2p_op_list")
+@_watched("p2p_op_list", "batch")
 def batch_isend_irecv(p2p_op_list: list[Any]) -> list[Any]:
     """Start several sends and receives (`P2POp`) together; returns their `Work` objects."""
     works: list[Any] = dist.batch_isend_irecv(p2p_op_list)
@@ -433,13 +433,13 @@ def batch_isend_irecv(p2p_op_list: list[Any]) -> list[Any]:
 # -------------------------------------------------------------------- objects and meetings
 
 
-@_watched(None)
+@_watched(None, "opaque")
 def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> None:
     """Gather every rank's picklable `obj` into `object_list` (of the group's size), on every rank."""
     dist.all_gather_object(object_list, obj, group)
 
 
-@_watched(None)
+@_watched(None, "opaque")
 def broadcast_object_list(object_list: list[Any], src: int, group: Group = None, device: torch.device | None = None) -> None:
     """Copy the picklable objects of global rank `src` into every rank's `object_list` of the same length."""
     dist.broadcast_object_list(object_list, src, group, device)
@@ -451,7 +451,7 @@ def barrier(group: Group = None, async_op: bool = False, device_ids: list[int] |
     return dist.barrier(group, async_op, device_ids)
 
 
-@_watched(None)
+@_watched(None, "opaque")
 def monitored_barrier(group: Group = None, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
     """Block as `barrier` does; on a time-out rank 0 raises an error that names the missing ranks (gloo only)."""
     dist.monitored_barrier(group, timeout, wait_all_ranks)

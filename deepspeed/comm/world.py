@@ -1,8 +1,8 @@
 """The process group: how this process joins the others, and where it stands among them.
 
 Lives here: `init_distributed`, the current world behind get and set, and the only reading of RANK, WORLD_SIZE,
-DEEPSPEED_TIMEOUT and the other placement variables. Does not live here: what the variables mean (`discovery`) and the
-collectives. `deepspeed.initialize` calls it; a process group that somebody else has started is adopted.
+DEEPSPEED_TIMEOUT, DEEPSPEED_WATCH_SECONDS and the placement variables. Does not live here: what the variables mean
+(`discovery`) and the collectives. `deepspeed.initialize` calls it; a process group that somebody else started is adopted.
 
 [Note: one process] A world of one rank meets nobody, so it gets a store in memory: no port is opened, and any number of
 such processes run beside each other.
@@ -25,6 +25,7 @@ from deepspeed.comm.discovery import DEFAULT_PORT, Placement, discover
 from deepspeed.comm.exit import settle_threads_at_exit
 from deepspeed.comm.failures import NotInitializedError
 from deepspeed.comm.recorder import RECORDER, configure
+from deepspeed.comm.watch import WATCH
 from deepspeed.common.logging import get_logger, log_dist, set_rank
 from deepspeed.errors import ArgumentError, CommError
 
@@ -46,11 +47,13 @@ __all__ = [
     "patch_aml_env_for_torch_nccl_backend",
     "patch_aws_sm_env_for_torch_nccl_backend",
     "reset_world",
+    "watch_seconds",
 ]
 
 logger = get_logger(__name__)
 
 _DEFAULT_TIMEOUT_MINUTES = 30.0
+_DEFAULT_WATCH_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,10 @@ def _set_world(world: World | None) -> None:
     global _current  # noqa: PLW0603  the current world is one of the three states a process has
     _current = world
     set_rank(None if world is None else world.placement.rank)
+    if world is None or dist.get_backend() == "fake":  # torch's group that only pretends has nobody to ask
+        WATCH.stop()
+    else:
+        WATCH.start(world.placement.rank, world.placement.world_size, watch_seconds(world.timeout))
 
 
 def is_initialized() -> bool:
@@ -143,6 +150,7 @@ def init_distributed(
     placement = _placement(auto_mpi_discovery, distributed_port, rank, world_size)
     backend = dist_backend or get_accelerator().communication_backend_name()
     _require_backend(backend)
+    watch_seconds(wait)  # said before ranks meet, if it is wrong
     _start_group(backend, placement, wait, init_method)
     _set_world(World(_with_local_rank(placement), wait))
     if verbose:
@@ -195,6 +203,23 @@ def default_timeout() -> timedelta:
     if not 0 < minutes < float("inf"):
         raise CommError(f"DEEPSPEED_TIMEOUT={text!r} must be a number of minutes above 0, for example 30.")
     return timedelta(minutes=minutes)
+
+
+def watch_seconds(timeout: timedelta | None) -> float:
+    """Return after how long a wait makes ranks compare where they stand; 0: never.
+
+    DEEPSPEED_WATCH_SECONDS (default 5), at most half of what a collective may take.
+    """
+    text = os.environ.get("DEEPSPEED_WATCH_SECONDS", "")
+    try:
+        seconds = float(text or _DEFAULT_WATCH_SECONDS)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise CommError(
+            f"DEEPSPEED_WATCH_SECONDS={text!r} must be a number of seconds, for example 5, or 0 to switch the watch off."
+        )
+    return seconds if timeout is None else min(seconds, timeout.total_seconds() / 2)
 
 
 def _checked_timeout(timeout: timedelta | None) -> timedelta:
@@ -257,6 +282,8 @@ def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
     """Take a group down; None takes all down, and `init_distributed` may start again."""
     if not dist.is_initialized():
         raise NotInitializedError("destroy_process_group")
+    if group is None or group is dist.group.WORLD:
+        WATCH.stop()  # while there is a store in which to say so
     dist.destroy_process_group(group)
     if not dist.is_initialized():
         _set_world(None)

@@ -1,0 +1,230 @@
+"""What this rank has called and where it waits, kept so cheaply that every collective can afford it.
+
+    comm.collectives --launch--> channel of the group: its count, its last calls       two counters and a tuple per call
+                     --wait----> waits[thread]: which call, since when                  one entry per blocking wait
+    shared memory    --late----> waits[thread]: which call, for which ranks             only in waits that last
+    comm.meeting     --report--> a `RankReport` of all this                             only when some rank is late
+
+Lives here: the records of one process. Does not live here: carrying them to the other ranks (`comm.meeting`), judging them
+(`comm.divergence`), blocking (`comm.watch`, which owns the one ledger).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from deepspeed.comm.divergence import Call, ChannelReport, RankReport, WaitReport
+
+__all__ = ["Channel", "Ledger", "Wait"]
+
+_RECENT_CALLS = 32
+_RENEWED_SECONDS = 2.0
+_LIBRARIES = tuple(os.path.dirname(os.path.dirname(path)) + os.sep for path in (__file__, torch.__file__ + "/"))
+_LIBRARIES += (os.path.dirname(threading.__file__) + os.sep,)
+
+
+class Channel:
+    """A process group as this rank uses it, or one direction between two ranks: calls counted from 1.
+
+    Attributes:
+        key: equal on all its ranks.
+        ranks: global ranks whose calls belong together.
+        is_blocking: waits for its collectives block the caller and may be cut into slices (gloo).
+        launched: calls made.
+        recent: the last of them, as (operation, bytes, name).
+    """
+
+    __slots__ = ("is_blocking", "key", "launched", "ranks", "recent")
+
+    def __init__(self, key: str, ranks: Sequence[int], *, is_blocking: bool) -> None:
+        self.key = key
+        self.ranks = tuple(ranks)
+        self.is_blocking = is_blocking
+        self.launched = 0
+        self.recent: deque[tuple[str, int, str]] = deque(maxlen=_RECENT_CALLS)
+
+
+class Wait:
+    """One call and, while a thread blocks on it, since when. `channel` None: for the ranks `awaits`, renewed by looks."""
+
+    __slots__ = ("awaits", "call", "channel", "number", "renewed", "since")
+
+    def __init__(
+        self, call: tuple[str, int, str], channel: Channel | None, number: int = 0, awaits: Sequence[int] = ()
+    ) -> None:
+        self.call = call
+        self.channel = channel
+        self.number = number
+        self.awaits = awaits
+        self.since = 0.0
+        self.renewed = 0.0
+
+
+class Ledger:
+    """The records of one process. Calls come from the threads that make collectives, `report` from the watching one.
+
+    Attributes:
+        name: what the caller is doing: module, bucket; goes into each record.
+        step: of training; -1 when nobody says.
+    """
+
+    def __init__(self, rank: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """Store this process's global rank; the clock is a parameter for tests."""
+        self.rank = rank
+        self.name = ""
+        self.step = -1
+        self._time = clock
+        self._channels: weakref.WeakKeyDictionary[dist.ProcessGroup, Channel] = weakref.WeakKeyDictionary()
+        self._messages: dict[str, Channel] = {}
+        self._message_groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+        self._waits: dict[int, Wait] = {}
+        self._threads: set[int] = set()
+        self._last: tuple[str, int, str] | None = None
+        self._clock = 0
+        self._stamp = 0
+
+    # -- written by the threads that make calls ------------------------------------------------------------------------
+
+    def channel(self, group: dist.ProcessGroup) -> Channel:
+        """The channel of a group of which this process is a rank."""
+        found = self._channels.get(group)
+        if found is None:
+            is_blocking = dist.get_backend(group) == "gloo"
+            found = Channel(group.group_name, dist.get_process_group_ranks(group), is_blocking=is_blocking)
+            self._channels[group] = found
+        return found
+
+    def messages(self, group: dist.ProcessGroup, source: int, destination: int) -> Channel:
+        """The channel of messages from one global rank to another."""
+        key = f"{group.group_name}: {source} to {destination}"
+        if key not in self._messages:
+            self._message_groups.add(group)
+            ranks = (source, destination)
+            self._messages[key] = Channel(key, ranks, is_blocking=dist.get_backend(group) == "gloo")
+        return self._messages[key]
+
+    def blocking_groups(self) -> list[dist.ProcessGroup]:
+        """The gloo groups that made calls here."""
+        groups = [group for group, channel in self._channels.items() if channel.is_blocking]
+        return groups + [group for group in self._message_groups if group not in groups]
+
+    def launch(self, channel: Channel, operation: str, nbytes: int, *, is_message: bool = False) -> Wait:
+        """Count a call that has been started, and return its record for a wait."""
+        call = (operation, nbytes, self.name)
+        channel.launched = number = channel.launched + 1
+        if not is_message:  # the two ends of a message make different calls
+            channel.recent.append(call)
+        self._last = call
+        self._threads.add(threading.get_ident())
+        self._clock += 1
+        return Wait(call, channel, number)
+
+    def withdraw(self, wait: Wait) -> None:
+        """Uncount the last call of its channel: it was refused before it began."""
+        assert wait.channel is not None  # made by `launch`
+        wait.channel.launched -= 1
+        if wait.channel.recent and wait.channel.recent[-1] is wait.call:
+            wait.channel.recent.pop()
+        self._clock += 1
+
+    def begin(self, wait: Wait) -> None:
+        """This thread blocks on `wait` from now on."""
+        wait.since = self._time()
+        self._waits[threading.get_ident()] = wait
+        self._clock += 1
+
+    def end(self) -> None:
+        """This thread goes on."""
+        self._waits.pop(threading.get_ident(), None)
+        self._clock += 1
+
+    def late(self, operation: str, awaits: Sequence[int], waited_seconds: float) -> None:
+        """This thread blocks since `waited_seconds` until the global ranks `awaits` do their part; said again while it does.
+
+        A wait that is not said again within two seconds is over.
+        """
+        me, now = threading.get_ident(), self._time()
+        wait = self._waits.get(me)
+        since = now - waited_seconds
+        is_same = wait is not None and wait.channel is None and wait.call[0] == operation and abs(wait.since - since) < 0.05
+        if wait is None or not is_same:
+            wait = Wait((operation, -1, self.name), None)
+            wait.since = since
+            self._threads.add(me)
+            self._clock += 1
+        wait.awaits, wait.renewed = tuple(awaits), now
+        self._waits[me] = wait
+
+    # -- read by the watching thread -----------------------------------------------------------------------------------
+
+    def late_seconds(self) -> float:
+        """How long the longest wait has lasted; 0 without one."""
+        now = self._time()
+        return max((now - wait.since for wait in self._current_waits(now).values()), default=0.0)
+
+    def report(self) -> RankReport:
+        """All this as one moment of it: a rank that moved meanwhile is reported as not waiting."""
+        clock, now = self._clock, self._time()
+        waits = self._current_waits(now)
+        channels = {channel.key: _told(channel) for channel in [*self._channels.values(), *self._messages.values()]}
+        frames = sys._current_frames()
+        blocked = {*waits}
+        self._stamp += 1
+        return RankReport(
+            rank=self.rank,
+            clock=clock,
+            stamp=self._stamp,
+            step=self.step,
+            waits=tuple(_said(wait, now) for wait in waits.values()),
+            is_waiting=self._threads.intersection(frames) <= blocked and clock == self._clock,
+            place=_place(frames.get(next(iter(blocked), threading.main_thread().ident or 0))),
+            last="" if self._last is None else str(Call(*self._last)),
+            channels=channels,
+        )
+
+    def farewell(self) -> RankReport:
+        """The last report: no call will come any more."""
+        error = getattr(sys, "last_type", None)  # set when an exception ends the interpreter
+        return RankReport(
+            rank=self.rank,
+            clock=self._clock,
+            stamp=self._stamp + 1,
+            step=self.step,
+            has_ended=True,
+            place="" if error is None else f"its script's {error.__name__}: {getattr(sys, 'last_value', '')}"[:200],
+            last="" if self._last is None else str(Call(*self._last)),
+            channels={channel.key: _told(channel) for channel in [*self._channels.values(), *self._messages.values()]},
+        )
+
+    def _current_waits(self, now: float) -> dict[int, Wait]:
+        waits = self._waits.copy()  # one step for the interpreter: the others may write meanwhile
+        return {thread: wait for thread, wait in waits.items() if wait.channel or now - wait.renewed < _RENEWED_SECONDS}
+
+
+def _told(channel: Channel) -> ChannelReport:
+    recent = tuple(channel.recent)
+    return ChannelReport(channel.ranks, channel.launched, tuple(Call(*call) for call in recent))
+
+
+def _said(wait: Wait, now: float) -> WaitReport:
+    key = wait.channel.key if wait.channel else ""
+    return WaitReport(Call(*wait.call), key, wait.number, tuple(wait.awaits), now - wait.since)
+
+
+def _place(frame: FrameType | None) -> str:
+    """File, line and function of the innermost frame that belongs to neither torch nor this library."""
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"

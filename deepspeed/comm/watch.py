@@ -1,0 +1,361 @@
+"""Ranks that wait for each other are told so, by name, instead of hanging.
+
+    call      WATCH.follow / wait: counts the call, blocks in slices of a quarter second     no traffic, a few microseconds
+    thread    looks every second or so: is a wait late, or does another rank ask?            one small request to the store
+              then ranks compare (`comm.meeting`), and where it is certain that they can never go on, each has a verdict
+    slice     a verdict? raise it: call, module, step, who waits where                       on every rank
+
+A rank that is only slow is never an error here, however late: the time-out of the process group decides about it, and
+its error then says where the others stand ("is not in a collective, at train.py:80").
+
+Lives here: `WATCH`, the one of this process; `naming`, by which others say what they are doing; `late`, which those who
+block without the back end call. Does not live here: the records (`comm.ledger`), the comparison. `comm.world` starts
+and stops it, `comm.collectives` follows each call with it.
+
+[Note: what is followed] Waits in gloo's collectives are cut into slices. Messages between two ranks, collectives of
+objects and other calls that gloo does not let go of block a helper thread, while the caller waits for that one in
+slices. Collectives of devices do not block the host; they are counted, and their own watchdogs (NCCL's) end them.
+
+[Note: after a verdict] gloo's threads are still in the collectives that can never end, and whoever takes the process
+group down, the interpreter's end included, waits for them. A receive that times out makes gloo close all connections of
+its group, and with them go those collectives.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from time import monotonic, sleep
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import _get_default_store
+
+from deepspeed.comm.divergence import positions, shortened
+from deepspeed.comm.failures import WHERE_TO_LOOK
+from deepspeed.comm.ledger import Channel, Ledger, Wait
+from deepspeed.comm.meeting import Meeting
+from deepspeed.common.logging import get_logger
+from deepspeed.errors import CommError
+
+__all__ = ["WATCH", "FollowedWork", "Watch", "late", "naming", "set_step"]
+
+logger = get_logger(__name__)
+
+_SLICE_SECONDS = 0.25
+_SLICE = timedelta(seconds=_SLICE_SECONDS)
+_LOOKS_THAT_MAY_FAIL = 3
+_JOIN_SECONDS = 2.0
+_ASKED_AT_MOST = 16
+_TAG_NOBODY_SENDS = 2**30
+
+
+class Watch:
+    """The watch of one process; off in a world of one rank.
+
+    Attributes:
+        is_on: calls are to be followed; tested once per call.
+        ledger: what this rank calls and where it waits.
+    """
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self.ledger = Ledger(0)
+        self._meeting: Meeting | None = None
+        self._generation = 0
+        self._thread: threading.Thread | None = None
+        self._wake = threading.Event()
+
+    # -- life ----------------------------------------------------------------------------------------------------------
+
+    def start(self, rank: int, world_size: int, limit_seconds: float) -> None:
+        """Watch this process's calls from now on; each rank of the default process group calls it as often.
+
+        Args:
+            rank: of this process.
+            world_size: ranks that compare.
+            limit_seconds: a wait that lasts so long makes ranks compare; 0 leaves the watch off.
+        """
+        self.stop()
+        if world_size == 1 or limit_seconds <= 0:
+            return
+        self._generation += 1
+        self.ledger = ledger = Ledger(rank)
+        self._meeting = Meeting(rank, world_size, limit_seconds, ledger.report, ledger.late_seconds)
+        self._wake = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, args=(self._meeting, self._wake), name="deepspeed watch", daemon=True
+        )
+        self.is_on = True
+        self._thread.start()
+        atexit.unregister(self.stop)
+        atexit.register(self.stop)
+
+    def stop(self) -> None:
+        """Stop watching, and tell ranks that still wait that this one has ended. Not collective."""
+        meeting, thread, self._meeting, self._thread = self._meeting, self._thread, None, None
+        self.is_on = False
+        if meeting is None or thread is None:
+            return
+        self._wake.set()
+        thread.join(_JOIN_SECONDS)
+        store = self._store()
+        if store is not None and not thread.is_alive():
+            try:
+                meeting.leave(store, self.ledger.farewell())
+            except RuntimeError as error:  # the store went with the rank that hosts it
+                logger.debug("rank %d could not say that it ends: %s", self.ledger.rank, error)
+
+    def _run(self, meeting: Meeting, wake: threading.Event) -> None:
+        """Body of the thread."""
+        failures = 0
+        while failures < _LOOKS_THAT_MAY_FAIL and not meeting.verdict and not wake.wait(meeting.pause_seconds):
+            store = self._store()  # anew each time: whoever takes the process group down must not find us holding it
+            if store is None:
+                return
+            try:
+                meeting.look(store)
+                failures = 0
+            except RuntimeError as error:
+                failures += 1
+                logger.debug("rank %d could not look at the others: %s", self.ledger.rank, error)
+        if meeting.verdict:
+            if not self.ledger.late_seconds():  # nobody here is about to raise it
+                logger.error("rank %d: %s", self.ledger.rank, meeting.verdict)
+            wake.wait(2 * _SLICE_SECONDS)  # those who wait in slices raise the verdict first
+            for group in self.ledger.blocking_groups():
+                _break(group, self.ledger.rank)
+
+    def _store(self) -> PrefixStore | None:
+        """The process group's store, under a prefix of ours; None when the group is gone."""
+        try:
+            store = _get_default_store()
+        except ValueError:
+            return None
+        return PrefixStore(f"deepspeed watch {self._generation}", store)
+
+    # -- calls ---------------------------------------------------------------------------------------------------------
+
+    def channel(self, group: dist.ProcessGroup | None) -> Channel | None:
+        """The channel of a group (None: the world); None when this process is not one of its ranks."""
+        group = group if group is not None else dist.group.WORLD
+        return self.ledger.channel(group) if isinstance(group, dist.ProcessGroup) else None
+
+    @property
+    def verdict(self) -> str:
+        """Why ranks can never go on; empty while nobody has found that."""
+        return "" if self._meeting is None else self._meeting.verdict
+
+    def check(self) -> None:
+        """Raise the verdict if there is one.
+
+        Raises:
+            CommError: ranks wait for each other, or did different things.
+        """
+        verdict = self.verdict
+        if verdict:
+            raise CommError(f"rank {self.ledger.rank}: {verdict}")
+
+    def wait(self, record: Wait, work: Any, timeout: timedelta | None = None) -> Any:
+        """Block until a gloo collective is over; return what its `wait` returns.
+
+        Raises:
+            CommError: the verdict.
+            RuntimeError: the back end failed, or `timeout` is over.
+        """
+        deadline = None if timeout is None else monotonic() + timeout.total_seconds()
+        self.ledger.begin(record)
+        try:
+            while True:
+                try:
+                    return work.wait(_SLICE)
+                except RuntimeError:
+                    if work.is_completed():
+                        return work.wait()  # it was over just now, or it failed: this says which
+                self.check()
+                if deadline is not None and monotonic() >= deadline:
+                    raise RuntimeError(f"Operation timed out after {timeout}")
+        finally:
+            self.ledger.end()
+
+    def block(self, record: Wait, call: Callable[[], Any]) -> Any:
+        """Return `call()`, which blocks in C++ code that cannot be left, run by a helper thread.
+
+        Raises:
+            CommError: the verdict; the helper thread then stays behind until the back end gives up.
+            BaseException: what `call` raised.
+        """
+        outcome: list[tuple[Any, BaseException | None]] = []
+        is_over = threading.Event()
+        is_inference = torch.is_inference_mode_enabled()  # it belongs to the thread, and tensors made in it are special
+
+        def body() -> None:
+            try:
+                with torch.inference_mode(is_inference):
+                    outcome.append((call(), None))
+            except BaseException as error:
+                outcome.append((None, error))
+            is_over.set()
+
+        threading.Thread(target=body, name="deepspeed blocked", daemon=True).start()
+        self.ledger.begin(record)
+        try:
+            while not is_over.wait(_SLICE_SECONDS):
+                self.check()
+        finally:
+            self.ledger.end()
+        value, failure = outcome[0]
+        if failure is not None:
+            raise failure
+        return value
+
+    def late(self, operation: str, awaits: Sequence[int], waited_seconds: float) -> None:
+        """See the function `late`."""
+        if self.is_on:
+            self.ledger.late(operation, awaits, waited_seconds)
+            self.check()
+
+    def failed(self, call: str, ranks: Sequence[int], cause: BaseException) -> CommError:
+        """The error for a call that the back end gave up: a dead or late peer, or ranks that did different things.
+
+        Args:
+            call: the collective, and what it was for.
+            ranks: global ranks of its group.
+            cause: what the back end raised.
+        """
+        known = self.explain(ranks)
+        if self.verdict:
+            return CommError(f"rank {self.ledger.rank}: {self.verdict}")
+        return CommError(
+            f"{call} failed on rank {dist.get_rank()}, in the group of ranks {shortened(ranks)}: {cause} "
+            f"{known}{' ' if known else ''}{WHERE_TO_LOOK}"
+        )
+
+    def explain(self, ranks: Sequence[int]) -> str:
+        """What is known about a call that the back end gave up: the verdict, or where the others stand; may be empty.
+
+        Blocks only while ranks compare already, until the verdict is there, at most some seconds.
+
+        Args:
+            ranks: global ranks of the group; the first sixteen are asked about.
+        """
+        meeting = self._meeting
+        if meeting is None:
+            return ""
+        others = [rank for rank in ranks[:_ASKED_AT_MOST] if rank != self.ledger.rank]
+        known = self._where(meeting, others)  # before they move on
+        deadline = monotonic() + 2 * meeting.calm_seconds + 1
+        while meeting.is_open and not meeting.verdict and monotonic() < deadline:
+            sleep(0.05)
+        return meeting.verdict or known
+
+    def _where(self, meeting: Meeting, ranks: Sequence[int]) -> str:
+        store = self._store()
+        if store is None:
+            return ""
+        try:
+            found = meeting.read(store, ranks)
+        except RuntimeError:
+            return "The store of the process group does not answer: the rank that hosts it, usually rank 0, has ended."
+        return f"{positions(found.values())}." if found else ""
+
+
+def _break(group: dist.ProcessGroup, rank: int) -> None:
+    """Close the connections of a gloo group. [Note: after a verdict]"""
+    peer = next((each for each in dist.get_process_group_ranks(group) if each != rank), None)
+    if peer is None:
+        return
+    try:
+        work = dist.irecv(torch.empty(1), peer, group, _TAG_NOBODY_SENDS)
+        if work is not None:
+            work.wait(timedelta(milliseconds=1))
+    except (RuntimeError, ValueError) as error:  # what it is for; or the group is gone
+        logger.debug("connections of ranks %s are closed: %s", dist.get_process_group_ranks(group), error)
+
+
+class FollowedWork:
+    """A started call: its `wait` is watched; all else is the back end's `Work`."""
+
+    def __init__(self, work: Any, record: Wait, *, is_opaque: bool = False) -> None:
+        """Store the parts; an opaque wait cannot be cut into slices."""
+        self._work = work
+        self._record = record
+        self._is_opaque = is_opaque
+
+    def wait(self, timeout: timedelta | None = None) -> Any:
+        """Block until the call is over.
+
+        Raises:
+            CommError: ranks wait for each other, the back end failed, or `timeout` is over.
+        """
+        try:
+            if WATCH.is_on and self._is_opaque:
+                return WATCH.block(self._record, self._wait_for(timeout))
+            return WATCH.wait(self._record, self._work, timeout) if WATCH.is_on else self._wait_for(timeout)()
+        except CommError:
+            raise
+        except RuntimeError as cause:
+            operation, _, name = self._record.call
+            assert self._record.channel is not None  # it is a call
+            raise WATCH.failed(f"{operation} ({name})" if name else operation, self._record.channel.ranks, cause) from cause
+
+    def _wait_for(self, timeout: timedelta | None) -> Callable[[], Any]:
+        return self._work.wait if timeout is None else functools.partial(self._work.wait, timeout)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+WATCH = Watch()
+"""The watch of this process."""
+
+_NOTHING = nullcontext()
+
+
+class _Naming:
+    __slots__ = ("_before", "_name")
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._before = WATCH.ledger.name
+        WATCH.ledger.name = self._name
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        WATCH.ledger.name = self._before
+
+
+def naming(name: str) -> AbstractContextManager[None]:
+    """While the result is entered, collectives carry this name in error texts: "module 'h.3', gather".
+
+    Costs a fraction of a microsecond, and only the call while the watch is off. Keep the text ready rather than format
+    it here.
+    """
+    return _Naming(name) if WATCH.is_on else _NOTHING
+
+
+def set_step(step: int) -> None:
+    """Say which step of training begins, for error texts."""
+    WATCH.ledger.step = step
+
+
+def late(operation: str, awaits: Sequence[int], waited_seconds: float) -> None:
+    """Say that this thread blocks, without the back end, until the global ranks `awaits` do their part of `operation`.
+
+    For waits in shared memory: call it every 0.1 s or so as long as the wait goes on, `waited_seconds` being its age. A rank
+    that waits in shared memory and one that waits in the back end are then told when they wait for each other.
+
+    Raises:
+        CommError: the verdict.
+    """
+    WATCH.late(operation, awaits, waited_seconds)
