@@ -7,8 +7,8 @@ AdamW and `zero_grad`. In bf16 there is no plain loop that does the same work (f
 model), so both engines are counted over forward and backward of the bf16 model alone: their overhead then includes the
 update.
 
-At ZeRO stages 1, 2 and 3 (fp32) the goals are 0.3, 0.3 and 0.10 of what the original adds (14 to 17 ms at stages 1 and 2, 78 ms
-at stage 3, when measured), and at stage 3 also 0.5 of what FSDP2 adds, which shards the model as one piece (17 ms). With
+At ZeRO stages 1, 2 and 3 (fp32) the goals are 0.3, 0.3 and 0.10 of what the original adds (when measured, 14 to 17 ms and at
+stage 3 78 ms), and at stage 3 also 0.5 of what FSDP2 adds, which shards the model as one piece (17 ms). With
 default keys every parameter is small enough to stay whole (`stage3_param_persistence_threshold`); `every layer sharded` sets
 that threshold to 0 and is held against FSDP2 only. There `fsdp2 by layer` shards each layer by itself.
 """
