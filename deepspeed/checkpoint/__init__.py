@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from deepspeed.checkpoint.client_state import UnstorableStateError, decode_client_state, encode_client_state
 from deepspeed.checkpoint.manifest import Manifest
+from deepspeed.checkpoint.moments import read_optimizer_state
 from deepspeed.checkpoint.reader import CheckpointReader, open_checkpoint
 from deepspeed.checkpoint.tags import check_tags, list_tags, resolve_tag
 from deepspeed.checkpoint.writer import Piece, write_checkpoint
@@ -35,6 +36,7 @@ __all__ = [
     "encode_client_state",
     "list_tags",
     "open_checkpoint",
+    "read_optimizer_state",
     "resolve_tag",
     "write_checkpoint",
 ]

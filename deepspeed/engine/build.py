@@ -37,7 +37,7 @@ from deepspeed.engine.parts import EngineParts
 from deepspeed.engine.report import StepReport
 from deepspeed.errors import ArgumentError, UnbuiltFeatureError
 from deepspeed.monitor import MonitorMaster
-from deepspeed.optim import build_optimizer, build_scheduler, client_optimizer, client_scheduler, is_elementwise
+from deepspeed.optim import build_optimizer, build_scheduler, check_shardable, client_optimizer, client_scheduler
 from deepspeed.optim.build import LRSchedule
 from deepspeed.precision.loss_scaler import LossScaler, NullScaler, build_loss_scaler
 from deepspeed.precision.policy import DtypePolicy, cast_module, keep_batch_norm_exact
@@ -82,6 +82,7 @@ def build_engine(request: EngineRequest) -> DeepSpeedEngine:
     keep_batch_norm_exact(module)
     _refuse_foreign_cast(module, policy)
     basic = _basic_optimizer(request)
+    may_cut = basic is not None and _may_cut(basic, request)
     _release_earlier_engines(module, config, basic)
     copy_from_first_rank(module, mesh.data_parallel)
     partition = plan_partition(module, config, mesh, policy, basic)
@@ -89,7 +90,7 @@ def build_engine(request: EngineRequest) -> DeepSpeedEngine:
     coordinator = _coordinator(module, config, partition)
     trained = None
     if basic is not None:
-        trained = _train_parts(request, basic, partition, coordinator, scaler, accumulation, guard)
+        trained = _train_parts(request, basic, may_cut, policy, partition, coordinator, scaler, accumulation, guard)
     cast_module(module, policy)
     report = StepReport(
         config,
@@ -147,7 +148,10 @@ def _coordinator(module: nn.Module, config: DeepSpeedConfig, partition: Partitio
     if not partition.sharded:
         return None
     settings = GatherSettings.from_config(config.zero_optimization)
-    return build_coordinator(module, partition.units, partition.sharded, settings, partition.shard_axis)
+    coordinator = build_coordinator(module, partition.units, partition.sharded, settings, partition.shard_axis)
+    for flat in partition.sharded:
+        flat.publish_parameters()
+    return coordinator
 
 
 def _refuse_foreign_cast(module: nn.Module, policy: DtypePolicy) -> None:
@@ -171,6 +175,17 @@ def _basic_optimizer(request: EngineRequest) -> Optimizer | None:
     if optimizer is not None:
         return client_optimizer(optimizer, parameters, names=names)
     return build_optimizer(block, parameters, names=names) if block is not None and parameters else None
+
+
+def _may_cut(basic: Optimizer, request: EngineRequest) -> bool:
+    """Whether the optimizer may be handed ranges that cut parameters; raises when it cannot train at this ZeRO stage."""
+    stage = request.config.zero_optimization.stage
+    return check_shardable(
+        basic,
+        stage=stage,
+        shard_world_size=request.mesh.data_parallel.size if stage >= 1 else 1,
+        allows_untested=request.config.zero_allow_untested_optimizer,
+    )
 
 
 def _schedule(request: EngineRequest, basic: Optimizer | None) -> LRSchedule | None:
@@ -205,6 +220,8 @@ def _loader(request: EngineRequest, batch: BatchSizes, report: StepReport) -> An
 def _train_parts(
     request: EngineRequest,
     basic: Optimizer,
+    may_cut: bool,
+    policy: DtypePolicy,
     partition: Partition,
     coordinator: ParameterCoordinator | None,
     scaler: LossScaler,
@@ -225,7 +242,11 @@ def _train_parts(
     )
     client_state = {id(p): state for p, state in basic.state.items() if state}
     master = MasterWeights(
-        partition.trained, basic, is_elementwise=is_elementwise(basic), sub_group_numel=zero.sub_group_size
+        partition.trained,
+        basic,
+        is_elementwise=may_cut,
+        sub_group_numel=zero.sub_group_size,
+        state_dtype=policy.state,
     )
     carry_state(master, client_state)
     return ZeroOptimizer(

@@ -30,6 +30,8 @@ from deepspeed.config.secrets import without_secrets
 from deepspeed.engine.random_state import get_random_state, set_random_state
 from deepspeed.errors import ArgumentError, CheckpointError
 from deepspeed.sharding import even_range
+from deepspeed.zero.flat import place_of
+from deepspeed.zero.gather import GatheredParameters
 from deepspeed.zero.state_io import load_state, state_pieces, state_scalars
 
 if TYPE_CHECKING:
@@ -136,8 +138,7 @@ class CheckpointMembers:
             return None, None
         reader = open_checkpoint(load_dir, found, rank=rank, world_size=world_size)
         if custom_load_fn is not None:
-            custom_load_fn(src=self._state_dict_of(reader), dst=self.module)
-            self._masters_from_parameters()
+            self._load_by(custom_load_fn, self._state_dict_of(reader))
         else:
             self._load_module(reader, strict=load_module_strict)
         if not load_module_only:
@@ -281,18 +282,64 @@ class CheckpointMembers:
     def load_module_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, custom_load_fn: Callable[..., Any] | None = None
     ) -> None:
-        """Load weights into the module and its masters."""
+        """Load weights into the module and its masters. All ranks call it, with the same weights.
+
+        Raises:
+            CheckpointError: `strict`, and names or shapes differ.
+        """
         if custom_load_fn is not None:
-            custom_load_fn(src=state_dict, dst=self.module)
-        else:
-            self.module.load_state_dict(state_dict, strict=strict)
+            self._load_by(custom_load_fn, state_dict)
+            return
+        sharded = self._sharded_places()
+        whole = {name: value for name, value in state_dict.items() if name not in sharded}
+        found = self.module.load_state_dict(whole, strict=strict and not sharded)
+        missing = sorted(set(found.missing_keys) - (sharded.keys() & state_dict.keys()))
+        if strict and (missing or found.unexpected_keys):
+            raise CheckpointError(
+                f"the state dict does not fit the model: it lacks {_some(missing)} and has "
+                f"{_some(list(found.unexpected_keys))} that the model does not have. Pass strict=False to load what fits."
+            )
+        for name, (flat, position) in sharded.items():
+            if name in state_dict:
+                shape = flat.shapes[flat.layout.slots[position].index]
+                if state_dict[name].shape != shape:
+                    raise CheckpointError(
+                        f"{name!r} has shape {tuple(shape)} in the model and {tuple(state_dict[name].shape)} in the state "
+                        "dict. Build the model with the sizes it was saved with."
+                    )
+                flat.write_parameter(position, state_dict[name])
         self._masters_from_parameters()
 
+    def _load_by(self, custom_load_fn: Callable[..., Any], state_dict: Mapping[str, Any]) -> None:
+        """Let the caller's function copy weights; sharded parameters are whole meanwhile, and rank 0's values count."""
+        with GatheredParameters(list(self.module.parameters()), modifier_rank=self._parts.mesh.data_parallel.ranks[0]):
+            custom_load_fn(src=state_dict, dst=self.module)
+        self._masters_from_parameters()
+
+    def _sharded_places(self) -> dict[str, tuple[FlatGroup, int]]:
+        """Every name of a sharded parameter (tied ones have several) -> where it lives."""
+        places = {name: place_of(param) for name, param in self.module.named_parameters(remove_duplicate=False)}
+        return {name: place for name, place in places.items() if place is not None and place[0].is_sharded}
+
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
-        """The model's weights as the model holds them, on the CPU, on the first rank; None on the others."""
-        if self._parts.mesh.rank != 0:
+        """The model's weights as the model holds them, on the CPU, on the first rank; None on the others.
+
+        Collective where parameters are sharded: they are gathered unit by unit, and only the first rank keeps them.
+        """
+        is_first = self._parts.mesh.rank == 0
+        gathered: dict[int, Tensor] = {}
+        for flat in self._parts.partition.sharded:
+            if flat.kind.is_trained or not exclude_frozen_parameters:
+                for member, value in flat.gathered():
+                    if is_first:
+                        gathered[id(member.param)] = value.to("cpu", copy=True)
+        if not is_first:
             return None
         whole = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        names_of = {name: id(param) for name, param in self.module.named_parameters(remove_duplicate=False)}
+        for name, key in names_of.items():
+            if name in whole and key in gathered:
+                whole[name] = gathered[key]
         state_dict: dict[str, Tensor] = clone_tensors_for_torch_save(whole)
         return state_dict
 
@@ -300,12 +347,15 @@ class CheckpointMembers:
         """As `_consolidated_16bit_state_dict`, for sharded parameters.
 
         Raises:
-            ArgumentError: parameters are not sharded.
+            ArgumentError: below stage 3.
         """
-        raise ArgumentError(
-            f"_zero3_consolidated_16bit_state_dict() at ZeRO stage {self._config.zero_optimization.stage}: parameters are "
-            "whole below stage 3. Use _consolidated_16bit_state_dict(), or module.state_dict()."
-        )
+        stage = self._config.zero_optimization.stage
+        if stage != 3:
+            raise ArgumentError(
+                f"_zero3_consolidated_16bit_state_dict() at ZeRO stage {stage}: parameters are whole below stage 3. Use "
+                "_consolidated_16bit_state_dict(), or module.state_dict()."
+            )
+        return self._consolidated_16bit_state_dict(exclude_frozen_parameters)
 
     def save_16bit_model(
         self,
@@ -319,7 +369,17 @@ class CheckpointMembers:
 
         Returns:
             True.
+
+        Raises:
+            ArgumentError: parameters are sharded and the config does not allow to gather them; nothing is written.
         """
+        zero = self._config.zero_optimization
+        if zero.stage == 3 and not zero.gather_16bit_weights_on_model_save:
+            raise ArgumentError(
+                "save_16bit_model() at ZeRO stage 3 brings the whole model together on the first rank's host, which "
+                'stage3_gather_16bit_weights_on_model_save=false forbids: nothing was written. Set "zero_optimization": '
+                '{"stage3_gather_16bit_weights_on_model_save": true}, or use save_checkpoint().'
+            )
         state_dict = self._consolidated_16bit_state_dict(exclude_frozen_parameters)
         if state_dict is not None:
             Path(save_dir).mkdir(parents=True, exist_ok=True)

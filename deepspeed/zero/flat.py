@@ -22,13 +22,14 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from deepspeed.errors import UsageError
 from deepspeed.sharding import Bucket, FlatLayout, Fragment, Slot
+from deepspeed.zero.published import publish, withdraw
 
 if TYPE_CHECKING:
     from deepspeed.comm.algorithms import FlatGatherer, Work
@@ -350,6 +351,29 @@ class FlatGroup:
         for slot in self._slots_of(self.layout.buckets[number]):
             self.members[slot.index].param.data = empty
 
+    def publish_parameters(self) -> None:
+        """Give sharded parameters the attributes that clients read; `zero.holder` knows who keeps them."""
+        for position, slot in enumerate(self.layout.slots):
+            parts = self.own_parts(position)
+            begin = parts[0].buffer_start if parts else 0
+            own = self.values[begin : begin + sum(part.numel for part in parts)]  # one run: a bucket has one shard here
+            publish(self.members[slot.index].param, self.shapes[slot.index], own, group=self._group)
+
+    @property
+    def _group(self) -> Any:
+        return self.axis.group if self.axis.size > 1 else None
+
+    def gathered(self) -> Iterator[tuple[NamedParameter, Tensor]]:
+        """Each member with its whole value, bucket by bucket. All ranks of the shard axis go through it."""
+        for number, bucket in enumerate(self.layout.buckets):
+            whole_F = self.values[bucket.start : bucket.stop]
+            if self.is_sharded:
+                whole_F = self.values.new_empty(bucket.stop - bucket.start)
+                self.gather_bucket(number, whole_F).wait()
+            for slot in self._slots_of(bucket):
+                begin = slot.start - bucket.start
+                yield self.members[slot.index], whole_F[begin : begin + slot.numel].view(self.shapes[slot.index])
+
     def _slots_of(self, bucket: Bucket) -> tuple[Slot, ...]:
         return self.layout.slots[bucket.first_slot : bucket.last_slot]
 
@@ -371,6 +395,8 @@ class FlatGroup:
             if owner_of(member.param) is self:  # else a newer engine has it, with its gradients
                 delattr(member.param, _OWNER)
                 member.param.grad = None
+                if self.is_sharded:
+                    withdraw(member.param)
         if self._gradients is not None:
             self._gradients.close()
         self.gatherer.close()
