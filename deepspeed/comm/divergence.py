@@ -14,8 +14,10 @@ rank. Two things are certain, however slow ranks are:
 A rank that is late but not stuck in this sense is only slow, and no error.
 
 [Note: two looks] Reports of ranks are not taken at one moment. So a deadlock is looked for only among ranks that
-reported the same clock (their count of calls and waits begun and ended) in an earlier look and again in a report
-written since. All of them stood still at the moment of that earlier look, so their later reports describe one moment.
+reported the same clock (their count of calls and waits begun and ended, and of work done for others) in an earlier look
+and again in a report written since. All of them stood still at the moment of that earlier look, so their later reports
+describe one moment. A rank that waits without the back end may work for others meanwhile, so it must also have looked
+in between and found nothing.
 
 Pure: no torch, no store. Does not live here: writing reports and carrying them (`comm.watch`, which calls this).
 """
@@ -93,6 +95,7 @@ class RankReport:
         rank: global rank.
         clock: calls and waits begun and ended so far.
         stamp: number of this report.
+        looks: how often it found, waiting without the back end, that nothing had come.
         step: of training; -1 when nobody has said.
         waits: of its threads.
         is_waiting: every thread that ever made a call is in a wait.
@@ -105,6 +108,7 @@ class RankReport:
     rank: int
     clock: int
     stamp: int
+    looks: int = 0
     step: int = -1
     waits: tuple[WaitReport, ...] = ()
     is_waiting: bool = False
@@ -172,12 +176,12 @@ class Judge:
     def __init__(self, limit_seconds: float) -> None:
         """A wait shorter than `limit_seconds` is not asked about."""
         self._limit_seconds = limit_seconds
-        self._before: dict[int, tuple[int, int]] = {}
+        self._before: dict[int, RankReport] = {}
 
     def look(self, reports: Mapping[int, RankReport]) -> str:
         """Return why the ranks cannot go on, in words for all of them; empty while that is not certain."""
         before = self._before
-        self._before = {rank: (report.clock, report.stamp) for rank, report in reports.items()}
+        self._before = dict(reports)
         late = [report for report in reports.values() if report.late_seconds() >= self._limit_seconds]
         if not late:
             return ""
@@ -199,10 +203,13 @@ _CURE = (
 )
 
 
-def _has_stood(before: tuple[int, int] | None, now: RankReport) -> bool:
+def _has_stood(before: RankReport | None, now: RankReport) -> bool:
     if now.has_ended:
         return True
-    return before is not None and now.clock == before[0] and now.stamp > before[1]
+    if before is None or now.clock != before.clock or now.stamp <= before.stamp:
+        return False
+    is_looking = any(not wait.channel for wait in now.waits)  # then it could work for others while it waits
+    return now.looks > before.looks or not is_looking
 
 
 def deadlocked(reports: Mapping[int, RankReport]) -> set[int]:

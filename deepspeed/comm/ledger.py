@@ -92,6 +92,7 @@ class Ledger:
         self._last: tuple[str, int, str] | None = None
         self._clock = 0
         self._stamp = 0
+        self._looks = 0
 
     # -- written by the threads that make calls ------------------------------------------------------------------------
 
@@ -164,6 +165,11 @@ class Ledger:
             self._clock += 1
         wait.awaits, wait.renewed = tuple(awaits), now
         self._waits[me] = wait
+        self._looks += 1
+
+    def worked(self) -> None:
+        """This thread did for others what they wait for, between two calls of `late`."""
+        self._clock += 1
 
     # -- read by the watching thread -----------------------------------------------------------------------------------
 
@@ -184,6 +190,7 @@ class Ledger:
             rank=self.rank,
             clock=clock,
             stamp=self._stamp,
+            looks=self._looks,
             step=self.step,
             waits=tuple(_said(wait, now) for wait in waits.values()),
             is_waiting=self._threads.intersection(frames) <= blocked and clock == self._clock,

@@ -45,7 +45,7 @@ from deepspeed.comm.meeting import Meeting
 from deepspeed.common.logging import get_logger
 from deepspeed.errors import CommError
 
-__all__ = ["WATCH", "FollowedWork", "Watch", "late", "naming", "set_step"]
+__all__ = ["WATCH", "FollowedWork", "Watch", "late", "naming", "set_step", "worked"]
 
 logger = get_logger(__name__)
 
@@ -347,6 +347,11 @@ def naming(name: str) -> AbstractContextManager[None]:
 def set_step(step: int) -> None:
     """Say which step of training begins, for error texts."""
     WATCH.ledger.step = step
+
+
+def worked() -> None:
+    """Say that this thread has just done for others, inside a wait that it reports with `late`, what they wait for."""
+    WATCH.ledger.worked()
 
 
 def late(operation: str, awaits: Sequence[int], waited_seconds: float) -> None:

@@ -39,7 +39,7 @@ def _two_looks(*reports: RankReport) -> str:
     judge = Judge(5.0)
     by_rank = {report.rank: report for report in reports}
     assert judge.look(by_rank) == ""
-    return judge.look({rank: replace(report, stamp=report.stamp + 1) for rank, report in by_rank.items()})
+    return judge.look({rank: replace(each, stamp=each.stamp + 1, looks=each.looks + 1) for rank, each in by_rank.items()})
 
 
 def _crossed() -> tuple[RankReport, RankReport]:
@@ -98,6 +98,15 @@ def test_a_wait_in_shared_memory_counts_by_the_ranks_it_names() -> None:
     assert "waits in mean for rank(s) [1]" in _two_looks(shared, other)
     free = replace(shared, waits=(replace(shared.waits[0], awaits=(2,)),))
     assert _two_looks(free, other) == "", "rank 2 has not reported"
+
+
+def test_a_rank_that_may_be_at_work_inside_its_wait_is_not_judged() -> None:
+    shared = RankReport(0, 1, 1, waits=(WaitReport(Call("mean"), "", 0, (1,), LATE),), is_waiting=True)
+    other = _waiting(1, "a", a=_channel(REDUCE))
+    judge = Judge(5.0)
+    assert judge.look({0: shared, 1: other}) == ""
+    assert judge.look({0: replace(shared, stamp=2), 1: replace(other, stamp=2)}) == "", "no look since: it may be reducing"
+    assert judge.look({0: replace(shared, stamp=3, looks=1), 1: replace(other, stamp=3)}) != ""
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ class _Rank:
 
     def report(self) -> RankReport:
         self._stamp += 1
-        report = RankReport(self.rank, self.calls, self._stamp, channels={"a": ChannelReport((), 0, ())})
+        report = RankReport(self.rank, self.calls, self._stamp, self._stamp, channels={"a": ChannelReport((), 0, ())})
         if self.waits_for is None:
             return report
         wait = WaitReport(Call(f"call {self.calls}"), "", 0, self.waits_for, self.late_seconds())

@@ -106,6 +106,9 @@ def test_a_late_wait_counts_while_it_is_renewed_and_is_one_wait_as_long_as_it_la
     second = ledger.report()
     assert first.clock == second.clock
     assert second.late_seconds() == pytest.approx(1.1)
+    assert second.looks > first.looks
+    ledger.worked()
+    assert ledger.report().clock > second.clock
     ledger.late("mean", [1], 0.1)  # the same words, but begun anew
     assert ledger.report().clock > second.clock
     clock.seconds += 3
