@@ -4,7 +4,7 @@
     |- wte   Embedding           unit 1   no children: one unit
     |- h     ModuleList          (nothing of its own)
     |  |- 0  Block               unit 2   an element of a list that is small enough: one unit, whatever it is made of
-    |  `- 1  Block               unit 3
+    |  `- 1  Block               unit 3   (tiny neighbours in a list, below 2**17 elements together, are one unit)
     |- ln    LayerNorm           unit 4
     `- head  Linear, tied to wte guest    owns nothing, but needs unit 1 while it runs
 
@@ -27,30 +27,34 @@ from torch import nn
 
 __all__ = ["UnitPlan", "is_leaf", "plan_units"]
 
+_LEAST_NUMEL = 1 << 17
+"""Smaller collectives are ruled by their latency, and so many units by Python."""
+
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _HOLDERS = (nn.ParameterList, nn.ParameterDict)  # never called: what they hold is used by the module around them
 
 
 @dataclass(frozen=True, eq=False)
 class UnitPlan:
-    """Parameters that are gathered together while `module` runs."""
+    """Parameters that are gathered together while its modules run."""
 
     number: int
     """Position among the units, in order of registration; the same on all ranks."""
 
     name: str
-    """Name of the module; empty for the root."""
+    """Name of the module; empty for the root. Of neighbours: the first and the last."""
 
-    module: nn.Module
+    modules: tuple[nn.Module, ...]
+    """One module, or neighbours in a list, which run one after another."""
 
     params: tuple[nn.Parameter, ...]
     """Sharded parameters of the unit, in order of registration. Empty for a guest."""
 
     borrowed: tuple[nn.Parameter, ...]
-    """Sharded parameters of earlier units that `module` has as well (tied weights, shared modules)."""
+    """Sharded parameters of earlier units that the module has as well (tied weights, shared modules)."""
 
     is_whole: bool
-    """Everything below the module is in `params` or `borrowed`: no other unit runs inside it on its own account."""
+    """Everything below the modules is in `params` or `borrowed`: no other unit runs inside them on its own account."""
 
 
 def is_leaf(module: nn.Module) -> bool:
@@ -69,14 +73,15 @@ def plan_units(
 
     A module marked as leaf is one unit with everything below it; so is an element of a ModuleList, ModuleDict or Sequential
     with at most `limit_numel` sharded elements, a module without children, and a module of few elements per module. Of any
-    other module, what lies in it directly is a unit, and its children are looked at. A parameter or module that occurs
-    twice belongs to the first unit that has it.
+    other module, what lies in it directly is a unit, and its children are looked at. Neighbours in a list are joined while
+    they stay below 2**17 elements (and the limit) together. A parameter or module that occurs twice belongs to the first
+    unit that has it.
 
     Args:
         root: the model.
         sharded: the parameters to be sharded, with the elements of each (a parameter that is sharded already has none to
             count). Others are in no unit.
-        limit_numel: most elements of an element of a list that is gathered as one.
+        limit_numel: most elements of an element of a list, or of several, that are gathered as one.
         granularity_threshold: a module whose elements divided by its number of modules (itself included) stay below is one
             unit (`module_granularity_threshold`); 0: none for that reason.
 
@@ -93,6 +98,7 @@ class _Walk:
         self.units: list[UnitPlan] = []
         self._sharded = sharded
         self._limit_numel = limit_numel
+        self._joined_numel = min(_LEAST_NUMEL, limit_numel)
         self._granularity_threshold = granularity_threshold
         self._claimed: set[nn.Parameter] = set()
         self._seen: set[nn.Module] = set()
@@ -110,8 +116,12 @@ class _Walk:
         self._seen.update(held)
         direct = [*module.parameters(recurse=False), *(p for holder in held for p in holder.parameters())]
         self._add(module, name, _unique(direct), is_whole=False)
+        is_list, neighbour = isinstance(module, _LISTS), None
         for child_name, child in module.named_children():
-            self.visit(child, f"{name}.{child_name}" if name else child_name, is_element=isinstance(module, _LISTS))
+            before = len(self.units)
+            self.visit(child, f"{name}.{child_name}" if name else child_name, is_element=is_list)
+            if is_list and len(self.units) > before:
+                neighbour = self._join(neighbour) if len(self.units) == before + 1 else None
 
     def _is_one(self, module: nn.Module, *, is_element: bool) -> bool:
         if is_leaf(module) or next(module.children(), None) is None:
@@ -128,7 +138,24 @@ class _Walk:
         borrowed = tuple(p for p in sharded if p in self._claimed)
         self._claimed.update(own)
         if sharded:
-            self.units.append(UnitPlan(len(self.units), name, module, own, borrowed, is_whole))
+            self.units.append(UnitPlan(len(self.units), name, (module,), own, borrowed, is_whole))
+
+    def _join(self, neighbour: UnitPlan | None) -> UnitPlan | None:
+        """Join the latest unit to `neighbour`, the one before it in a list, if both are plain and small.
+
+        Returns:
+            The unit that the next one may be joined to.
+        """
+        latest = self.units[-1]
+        if not latest.is_whole or latest.borrowed or is_leaf(latest.modules[0]):
+            return None
+        params = (*neighbour.params, *latest.params) if neighbour is not None else ()
+        if neighbour is None or sum(self._sharded[p] for p in params) > self._joined_numel:
+            return latest
+        name = f"{neighbour.name.split(' to ')[0]} to {latest.name}"
+        modules = (*neighbour.modules, *latest.modules)
+        self.units[-2:] = [UnitPlan(neighbour.number, name, modules, params, (), is_whole=True)]
+        return self.units[-1]
 
 
 def _unique(params: Iterator[nn.Parameter] | list[nn.Parameter]) -> list[nn.Parameter]:

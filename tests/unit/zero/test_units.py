@@ -43,7 +43,7 @@ class _Gpt(nn.Module):
 
 def test_blocks_of_a_list_are_units_and_the_rest_is_cut_by_module() -> None:
     model = _Gpt()
-    plans = _plan(model)
+    plans = _plan(model, limit_numel=84)
     assert [(plan.number, plan.name, plan.is_whole) for plan in plans] == [
         (0, "", False),
         (1, "wte", True),
@@ -54,6 +54,21 @@ def test_blocks_of_a_list_are_units_and_the_rest_is_cut_by_module() -> None:
     block = [f"h.0.{name}" for name, _ in model.h[0].named_parameters()]
     assert _text(model, plans)["h.0"] == block
     assert _text(model, plans)[""] == ["pos"]
+    assert plans[2].modules == (model.h[0],)
+    assert [plan.name for plan in _plan(model, limit_numel=83)][2:4] == ["h.0.norm", "h.0.mlp.0 to h.0.mlp.2"]
+
+
+def test_tiny_neighbours_in_a_list_are_one_unit() -> None:
+    layers = nn.Sequential(*(nn.Linear(256, 255) if n == 3 else nn.Sequential(nn.Linear(2, 2)) for n in range(6)))
+    plans = _plan(layers)
+    assert [plan.name for plan in plans] == ["0 to 5"]
+    assert plans[0].modules == tuple(layers)
+    assert [plan.name for plan in _plan(layers, limit_numel=12)] == ["0 to 1", "2", "3", "4 to 5"]
+    layers[1]._z3_leaf = True
+    layers[4][0].weight = layers[0][0].weight
+    assert [plan.name for plan in _plan(layers)] == ["0", "1", "2 to 3", "4", "5"]
+    wide = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(5))  # 2**16 elements each
+    assert [plan.name for plan in _plan(wide)] == ["0 to 1", "2 to 3", "4"]
 
 
 def test_a_tied_parameter_belongs_to_its_first_module_and_is_borrowed_by_the_other() -> None:
@@ -69,7 +84,7 @@ def test_a_block_above_the_limit_is_cut_further() -> None:
 
 def test_parameters_that_are_not_sharded_are_in_no_unit_and_count_for_no_limit() -> None:
     model = _Gpt()
-    plans = _plan(model, least=20, limit_numel=64)
+    plans = _plan(model, least=20, limit_numel=64)  # of a block's 84 elements
     assert _text(model, plans) == {
         "wte": ["wte.weight"],
         "h.0": ["h.0.mlp.0.weight", "h.0.mlp.2.weight"],

@@ -1,0 +1,135 @@
+"""Autograd keeps the place of a gathered tensor, not its memory.
+
+    forward    saves weight.t()     pack     its storage is a buffer of unit 3: keep (unit 3, piece, offset, shape, strides)
+               saves activation     pack     keep the tensor itself
+    backward   needs weight.t()     unpack   unit 3 is gathered if it is not, and the view is made again
+
+So no graph keeps a buffer alive, and whatever order backward takes, weights are there when they are read.
+
+Lives here: the two hooks of `torch.autograd.graph.saved_tensors_hooks`. Does not live here: when they are in force
+(`zero.coordinator.ParameterCoordinator.forward_scope`, the caller).
+
+[Note: what saved-tensor hooks switch off] Under such hooks autograd does not check whether a saved tensor was changed in
+place, so `unpack` does. And what an operation saves of its own output must not be kept as it is: the tensor holds its graph
+node, which holds the tensor. Only such a tensor is detached; it is known by its node being the latest one made.
+
+[Note: hooks of others] Hooks that are in force when a forward begins (a checkpoint around the whole model, `save_on_cpu`)
+get every tensor that is not a gathered one. Hooks that begin inside the forward replace ours, as torch nests them; then
+memory may live longer, and nothing else changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepspeed.errors import UsageError
+from deepspeed.zero.pool import Storages
+from deepspeed.zero.states import Unit
+
+__all__ = ["SavedTensors"]
+
+Hook = Callable[[Any], Any]
+
+_next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
+
+class _Place(NamedTuple):
+    """A view of a gathered buffer, without the buffer."""
+
+    demand: Callable[[Unit], None]
+    unit: Unit
+    position: int
+    epoch: int
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    def view(self) -> Tensor:
+        """The same view of the unit's buffer, gathered again if it was released."""
+        if self.unit.epoch != self.epoch:
+            raise _changed(f"a parameter of {self.unit.name or 'the model'!r} was updated")
+        self.demand(self.unit)
+        buffer = self.unit.buffers[self.position]
+        buffer = buffer if buffer.dtype == self.dtype else buffer.view(self.dtype)
+        return buffer.as_strided(self.shape, self.strides, self.offset)
+
+
+class SavedTensors:
+    """Makes the hooks.
+
+    Args:
+        storages: where gathered buffers are.
+        demand: makes a unit whole for backward.
+    """
+
+    def __init__(self, storages: Storages, demand: Callable[[Unit], None]) -> None:
+        self._storages = storages
+        self._demand = demand
+        self._plain = self._make(None)
+
+    def push(self) -> None:
+        """Put the hooks in force on this thread, on top of those that are; `pop` undoes it."""
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        pack, unpack = self._plain if outer is None else self._make(outer)
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+    def pop(self) -> None:
+        """Undo the latest `push` of this thread."""
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    def _make(self, outer: tuple[Hook, Hook] | None) -> tuple[Hook, Hook]:
+        storages, place_of = self._storages, self._place_of
+        outer_pack, outer_unpack = outer if outer is not None else (None, None)
+
+        def pack(tensor: Tensor) -> Any:  # called for every tensor that a forward saves: no call more than it takes
+            try:
+                key = tensor.untyped_storage()._cdata
+            except NotImplementedError:  # a sparse tensor has no storage, so it is nobody's view
+                key = None
+            if key in storages:
+                place = place_of(tensor, key)
+                if isinstance(place, _Place):
+                    return place
+                tensor = place
+            if outer_pack is not None:
+                return outer_pack(tensor)
+            node = tensor.grad_fn
+            if node is not None and node._sequence_nr() + 1 >= _next_sequence_number():
+                tensor = tensor.detach()  # [Note: what saved-tensor hooks switch off]
+            return tensor, tensor._version
+
+        def unpack(kept: Any) -> Tensor:
+            if type(kept) is _Place:
+                return kept.view()
+            tensor: Tensor = _unchanged(*kept) if outer_unpack is None else outer_unpack(kept)
+            return tensor
+
+        return pack, unpack
+
+    def _place_of(self, tensor: Tensor, key: int) -> _Place | Tensor:
+        found = self._storages[key]
+        if found is None:  # memory of a GatheredParameters block: the parameter will point elsewhere, this does not
+            return tensor.detach()
+        if tensor.dtype.is_complex:  # may be a conjugate view, which strides do not tell
+            return tensor.detach()
+        unit, position = found
+        offset = int(tensor.storage_offset())
+        return _Place(self._demand, unit, position, unit.epoch, tensor.shape, tensor.stride(), offset, tensor.dtype)
+
+
+def _unchanged(tensor: Tensor, version: int) -> Tensor:
+    if tensor._version != version:
+        raise _changed(f"a saved tensor of shape {tuple(tensor.shape)} is at version {tensor._version}, not {version}")
+    return tensor
+
+
+def _changed(what: str) -> UsageError:
+    return UsageError(
+        f"{what}: one of the variables needed for gradient computation has been modified by an inplace operation between "
+        "forward and backward, so the gradients would be wrong. Run backward first, or clone the tensor before changing it."
+    )
