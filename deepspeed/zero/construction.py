@@ -129,7 +129,7 @@ class Construction:
         self._replaced.put(cls, "__init__", reporting_init)
 
     def _watch_declarations(self) -> None:
-        def init_subclass(cls: type[nn.Module], **options: Any) -> None:
+        def init_subclass(cls: type[nn.Module], /, **options: Any) -> None:
             super(nn.Module, cls).__init_subclass__(**options)  # nn.Module itself has none
             self._watch_constructor(cls)
 

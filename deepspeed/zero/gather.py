@@ -67,7 +67,7 @@ class GatheredParameters:
         with ExitStack() as undo:
             for holder, params in _by_holder(self._params):
                 holder.fetch(params)
-                undo.push(_Return(holder, params, self._modifier_rank))
+                undo.push(_Return(holder, params, self._modifier_rank).leave)
             self._exits.append(undo.pop_all())
         _one_rank_edits.set(_one_rank_edits.get() + (self._modifier_rank is not None))
         return self
@@ -85,7 +85,8 @@ class _Return:
         self._params = params
         self._modifier_rank = modifier_rank
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+    def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """End the block; `kind` is that of the exception under way."""
         try:
             if self._modifier_rank is not None and kind is None:
                 self._holder.store(self._params, self._modifier_rank)

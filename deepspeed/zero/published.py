@@ -150,8 +150,7 @@ class _Methods:
             async_op: taken for compatibility.
             hierarchy: taken for compatibility.
         """
-        for param in in_rank_order([self._param] if param_list is None else param_list):
-            methods = param.all_gather.__self__
+        for param, methods in self._with_methods(param_list):
             if methods._fetches == 0:
                 _holder(param).fetch([param])
                 methods._fetches = 1
@@ -171,20 +170,23 @@ class _Methods:
             hierarchy: taken for compatibility.
             has_been_updated: keep the values of the group's first rank; otherwise edits are dropped.
         """
-        for param in in_rank_order([self._param] if param_list is None else param_list):
-            methods = param.partition.__self__
+        for param, methods in self._with_methods(param_list):
             if methods._fetches:
                 methods._fetches = 0
                 if has_been_updated:
                     _holder(param).store([param], comm.get_global_rank(param.ds_process_group, 0))
                 _holder(param).drop([param])
 
+    def _with_methods(self, param_list: Iterable[nn.Parameter] | None) -> list[tuple[Any, _Methods]]:
+        params: list[Any] = in_rank_order([self._param] if param_list is None else param_list)
+        return [(param, param.partition.__self__) for param in params]
+
     def deepcopy(self, memo: dict[int, Any]) -> nn.Parameter:
         """`copy.deepcopy` of the parameter; see [Note: copies and pickles]."""
         param = self._param
         if id(param) in memo:
             return cast("nn.Parameter", memo[id(param)])
-        holder = holder_of(param)
+        holder: object = holder_of(param)
         if param.ds_status is ZeroParamStatus.AVAILABLE:
             copy = nn.Parameter(param.data.clone(memory_format=torch.preserve_format), param.requires_grad)
         elif isinstance(holder, CopyingHolder):
@@ -199,7 +201,7 @@ class _Methods:
         param = self._param
         if param.ds_status is not ZeroParamStatus.AVAILABLE:
             raise UsageError(f"pickling {_describe(param)}, of which this rank has a shard only: {_GATHER_FIRST}")
-        plain = nn.Parameter(param.data, param.requires_grad)
+        plain: Any = nn.Parameter(param.data, param.requires_grad)
         vars(plain).update({name: value for name, value in vars(param).items() if name not in (*_NAMES, "_ds_holder")})
         return plain.__reduce_ex__(protocol)
 
