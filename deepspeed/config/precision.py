@@ -46,7 +46,8 @@ class FP16Config(ConfigModel):
     """A dynamic scale does not fall below this; > 0."""
 
     fp16_master_weights_and_grads: bool = False
-    """Keep the master copy in fp16 too. ZeRO stages 1-3."""
+    """The optimizer steps the fp16 weights themselves, from fp16 gradients; no fp32 copy. Its state stays fp32, and each
+    step is computed in fp32 and rounded once. ZeRO stages 1-3."""
 
     def check(self) -> Iterable[Refusal]:
         """A dynamic scale needs a window, a hysteresis and a floor that make sense; disabled or fixed, none is read."""
@@ -82,10 +83,12 @@ class BF16Config(ConfigModel):
     """Skip a step, on all ranks together, when any gradient is infinite or NaN."""
 
     bf16_master_weights_and_grads: bool = False
-    """Keep the master copy in bf16 too. ZeRO stages 1-3."""
+    """The optimizer steps the bf16 weights themselves, from bf16 gradients; no fp32 copy. Its state stays fp32, and each
+    step is computed in fp32 and rounded once. ZeRO stages 1-3."""
 
     bf16_optimizer_states: bool = False
-    """Keep the optimizer's moments in bf16. ZeRO stages 1-3, with `bf16_master_weights_and_grads`."""
+    """Keep the optimizer's moments in bf16. Optimizers of this library compute in fp32 and round once per step; those of
+    torch compute as they do on a bf16 model. ZeRO stages 1-3, with `bf16_master_weights_and_grads`."""
 
     def check(self) -> Iterable[Refusal]:
         """States in bf16 rest on masters in bf16."""

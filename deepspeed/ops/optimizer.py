@@ -1,6 +1,6 @@
 """What the optimizers of this package share: the walk over groups, the layout of state, and exact loading.
 
-    step() -> for each parameter group: `_step_group(group)` -> torch's kernels on lists of dense tensors
+    step() -> each group: `_step_group(group)` -> `_batches(group)` -> torch's kernels on lists of dense tensors
 
 The engine lends `group["params"]` one flat tensor at a time and takes it back after `step()`. So nothing here remembers a
 parameter list: each step reads the groups afresh, and state is found by parameter, made at its first step.
@@ -38,8 +38,8 @@ class GroupOptimizer(Optimizer):
         params: parameters, named parameters, or parameter groups.
         defaults: hyperparameters of a group that names none of its own.
         set_grad_none: `zero_grad()` drops gradients instead of filling them with zeros.
-        fp32_states: keep state in float32 for 16-bit parameters; the update is then computed in float32 as well and
-            rounded once into the parameter. Otherwise state has the parameter's dtype.
+        fp32_states: keep state in float32 for 16-bit parameters. Otherwise state has the parameter's dtype. Either way the
+            update is computed in at least float32, and parameter and state are rounded once, at its end.
 
     Raises:
         ValueError: a hyperparameter is outside its range.
@@ -53,6 +53,12 @@ class GroupOptimizer(Optimizer):
 
     host_only: ClassVar[bool] = False
     """Whether a step refuses parameters outside host memory."""
+
+    kernel_is_exact: ClassVar[bool] = False
+    """Whether the kernel computes in fp32 on 16-bit tensors and rounds each result once. Others are given fp32 copies."""
+
+    state_dtype: torch.dtype | None = None
+    """Dtype of the state of 16-bit parameters, over the constructor's choice; None leaves it. Set before the first step."""
 
     def __init__(self, params: ParamsT, defaults: Group, *, set_grad_none: bool = True, fp32_states: bool = False) -> None:
         _check(type(self).__name__, defaults)
@@ -80,8 +86,7 @@ class GroupOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            self._step_group(group)
+        self._step_groups()
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -98,6 +103,10 @@ class GroupOptimizer(Optimizer):
                 )
             if "step" in given:
                 self.state[p]["step"] = torch.as_tensor(given["step"]).to(device=p.device, dtype=torch.float32, copy=True)
+
+    def _step_groups(self) -> None:
+        for group in self.param_groups:
+            self._step_group(group)
 
     def _step_group(self, group: Group) -> None:
         raise NotImplementedError
@@ -131,7 +140,21 @@ class GroupOptimizer(Optimizer):
             )
 
     def _state_dtype(self, p: Tensor) -> torch.dtype:
-        return torch.float32 if self.fp32_states and p.dtype in _LOW_PRECISION else p.dtype
+        if p.dtype not in _LOW_PRECISION:
+            return p.dtype
+        return self.state_dtype or (torch.float32 if self.fp32_states else p.dtype)
+
+    def _batches(self, group: Group) -> list[Batch]:
+        """The parameters of `group` that have a gradient: one `Batch` per device and dtype, in order of first appearance."""
+        found: dict[tuple[torch.device, torch.dtype], Batch] = {}
+        for p, grad, state in self._with_gradient(group):
+            dtype = state[self.state_keys[0]].dtype
+            batch = found.get((p.device, dtype))
+            if batch is None:
+                work = dtype if self.kernel_is_exact else torch.promote_types(dtype, torch.float32)
+                batch = found[p.device, dtype] = Batch(p.device, work, self.state_keys)
+            batch.add(p, grad, state)
+        return list(found.values())
 
 
 def _plain(method: Callable[..., None]) -> Callable[..., None]:
@@ -144,49 +167,43 @@ def _plain(method: Callable[..., None]) -> Callable[..., None]:
 class Batch:
     """Tensors of one kernel call: one device, one dtype, all dense in the same order of elements.
 
-    The kernels walk memory, so a parameter of another dtype or stride is updated as a dense copy and written back.
+    The kernels walk memory, so a tensor of another dtype or stride is updated as a dense copy and written back.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, keys: tuple[str, ...]) -> None:
+        self.device = device
+        self.given: list[Tensor] = []
         self.params: list[Tensor] = []
         self.grads: list[Tensor] = []
         self.states: list[list[Tensor]] = []
         self.steps: list[Tensor] = []
+        self._dtype = dtype
+        self._keys = keys
         self._copies: list[tuple[Tensor, Tensor]] = []
 
-    def add(self, p: Tensor, grad: Tensor, state: State, keys: tuple[str, ...]) -> None:
-        """Take one parameter in; `keys` names its state tensors, which all have the dtype of the computation."""
-        values = [state[key] for key in keys]
-        dtype = values[0].dtype
-        for key, value in zip(keys, values, strict=True):
-            if not value.is_contiguous():
+    def add(self, p: Tensor, grad: Tensor, state: State) -> None:
+        """Take one parameter in, with the state under the batch's keys and `step`."""
+        for key in self._keys:
+            if not state[key].is_contiguous():
                 raise UsageError(
-                    f"state {key!r} has strides {value.stride()}; state must be contiguous. Copy it before use."
+                    f"state {key!r} has strides {state[key].stride()}; state must be contiguous. Copy it before use."
                 )
-        work = _dense(p, dtype)
-        if work is not p:
-            self._copies.append((p, work))
-        self.params.append(work)
-        self.grads.append(_dense(grad, dtype))
-        self.states.append(values)
+        self.given.append(p)
+        self.params.append(self._work(p))
+        self.grads.append(_dense(grad, self._dtype))
+        self.states.append([self._work(state[key]) for key in self._keys])
         self.steps.append(state["step"])
 
+    def _work(self, tensor: Tensor) -> Tensor:
+        work = _dense(tensor, self._dtype)
+        if work is not tensor:
+            self._copies.append((tensor, work))
+        return work
+
     def write_back(self) -> None:
-        """Copy updated dense copies into their parameters."""
-        for p, work in self._copies:
-            p.copy_(work)
-
-
-def batches(entries: Iterable[tuple[Tensor, Tensor, State]], keys: tuple[str, ...]) -> Iterable[tuple[torch.device, Batch]]:
-    """Sort parameters into one `Batch` per device and dtype, in order of first appearance."""
-    found: dict[tuple[torch.device, torch.dtype], Batch] = {}
-    for p, grad, state in entries:
-        at = (p.device, state[keys[0]].dtype)
-        batch = found.get(at)
-        if batch is None:
-            batch = found[at] = Batch()
-        batch.add(p, grad, state, keys)
-    return [(device, batch) for (device, _), batch in found.items()]
+        """Copy updated dense copies into the tensors they were made of."""
+        for tensor, work in self._copies:
+            tensor.copy_(work)
 
 
 def _dense(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -3,7 +3,7 @@
 An optimizer is element-wise when the new value of an element depends on that element's own value, gradient and history
 alone (and on counters that all elements share). Then cutting a flat buffer anywhere gives the same numbers.
 
-Not here: the slices (`zero.master`). Called by `engine.build`.
+Not here: the slices (`zero.master`), what that means at each ZeRO stage (`shardable`, which calls this).
 """
 
 from __future__ import annotations

@@ -60,6 +60,8 @@ class DtypePolicy:
     """Parameters are cast to this; None leaves each as it is."""
     master: torch.dtype | None = None
     """The copy that the optimizer steps; None steps the parameter itself."""
+    state: torch.dtype | None = None
+    """What the optimizer of 16-bit masters computes in and keeps its state in; None is as the masters."""
     grad_accumulation: torch.dtype | None = None
     """Gradients are added up in this over micro-batches; None takes the parameter's."""
     communication: torch.dtype | None = None
@@ -89,10 +91,12 @@ class DtypePolicy:
         has_16_bit_master = (mode == "fp16" and config.fp16.fp16_master_weights_and_grads) or (
             mode == "bf16" and config.bf16.bf16_master_weights_and_grads
         )
+        has_16_bit_state = mode == "bf16" and config.bf16.bf16_optimizer_states
         keep = types.keep_in_fp32_modules
         return cls(
             param=DTYPES[mode] if is_16_bit else None,
             master=(DTYPES[mode] if has_16_bit_master else torch.float32) if is_16_bit else None,
+            state=(DTYPES[mode] if has_16_bit_state else torch.float32) if has_16_bit_master else None,
             grad_accumulation=_dtype(types.grad_accum_dtype),
             communication=_dtype(config.communication_data_type) or (DTYPES[mode] if is_16_bit else None),
             buffer=_dtype(types.buffer_dtype),

@@ -1,6 +1,6 @@
 """The update: unscale, clip, step, write back and clear, in one walk over the flat buffers.
 
-    for each sub-group       gradients ---- x factor, to full precision ----> scratch
+    for each sub-group       gradients ---- x factor, to the state's precision ----> scratch
                              scratch, master, state ---- optimizer.step() ---> master, state
                              master ---- rounded ----> values of the model
     then                     values <---- the shards of the other ranks, where parameters are whole
@@ -14,49 +14,40 @@ space. An optimizer whose update is not element-wise (`optim.is_elementwise`) ge
 all of them in one call, and gives the same numbers as on the parameters themselves; one that only needs sums over
 whole parameters (`needs_parameter_sums`) gets this rank's part of each and adds up over the ranks itself.
 
-What does not live here: the mean over ranks (`zero.reducer`), the value of the factor (`zero.optimizer`).
+[Note: wide] Masters of 16 bits with state in fp32 (`state_dtype`): a slice is then an fp32 copy of its range that exists
+while it is stepped, in scratch, and is rounded once into the master. Between updates its parameter shows zeros and has no
+memory.
+
+What does not live here: the mean over ranks (`zero.reducer`), the value of the factor (`zero.optimizer`), how slices are
+grouped and where their scratch is (`zero.walk`).
 
 Source: ZeRO-Infinity (arXiv:2104.07857), section 5.2.2 for the walk over sub-groups.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from deepspeed.zero.flat import FlatGroup, NamedParameter
+from deepspeed.ops.adam.base import FusedKernelAdam
+from deepspeed.ops.optimizer import GroupOptimizer
+from deepspeed.ops.sums import OwnSums
+from deepspeed.zero.flat import FlatGroup
+from deepspeed.zero.parameter_sums import ShardedSums
+from deepspeed.zero.walk import Batch, Scratch, Slice, batched
+
+__all__ = ["SUB_GROUP_NUMEL", "MasterWeights", "Slice"]
 
 SUB_GROUP_NUMEL = {"cpu": 1 << 19}
 """Elements of one sub-group by device type: on CPU what a core's share of the cache holds (`benchmarks/step_walk.py`)."""
 
 _DEVICE_SUB_GROUP_NUMEL = 1 << 26  # elsewhere the scratch is what counts: 256 MiB of fp32
-
-
-@dataclass(frozen=True)
-class Slice:
-    """Elements `[start, stop)` of a flat group's shard space, as one parameter of the torch optimizer."""
-
-    flat: FlatGroup
-    start: int
-    stop: int
-    param: nn.Parameter
-
-    @property
-    def numel(self) -> int:
-        """Elements, padding included."""
-        return self.stop - self.start
-
-    def pieces(self) -> Iterator[tuple[NamedParameter, int, int, int]]:
-        """(parameter, first element of it, first element of this slice, elements) for everything in the slice."""
-        for f in self.flat.own_fragments(self.start, self.stop):
-            yield self.flat.members[f.index], f.param_start, f.buffer_start - self.start, f.numel
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 class MasterWeights:
@@ -68,7 +59,10 @@ class MasterWeights:
         flats: trained flat groups with their gradient stores attached.
         optimizer: a torch optimizer over the model's parameters; its step is called here and nowhere else.
         is_elementwise: whether slices may cut and join parameters.
-        sub_group_numel: most elements of a sub-group (`sub_group_size`); never more than suits the device.
+        sub_group_numel: most elements of one call of an element-wise optimizer (`sub_group_size`); None: all. With scratch
+            never more than suits the device.
+        state_dtype: what an optimizer of 16-bit masters computes in and keeps its state in; None: as the masters, or as
+            the optimizer itself chooses. Wider masters are stepped as they are.
     """
 
     def __init__(
@@ -78,65 +72,92 @@ class MasterWeights:
         *,
         is_elementwise: bool,
         sub_group_numel: int | None = None,
+        state_dtype: torch.dtype | None = None,
     ) -> None:
         self.flats = tuple(flats)
         self.optimizer = optimizer
         self.is_elementwise = is_elementwise
         self._apply: Callable[[], Any] = optimizer.step
         self._client_params = [list(group["params"]) for group in optimizer.param_groups]
+        self._state_dtype = state_dtype
         device = flats[0].values.device if flats else torch.device("cpu")
         fitting = SUB_GROUP_NUMEL.get(device.type, _DEVICE_SUB_GROUP_NUMEL)
-        self._sub_group_numel = fitting if sub_group_numel is None else min(fitting, sub_group_numel)
-        self.slices = tuple(s for flat in flats for s in self._cut(flat))
-        self._scratch: dict[torch.dtype, Tensor] = {}
-        self._show(self.slices)
+        numel = fitting if sub_group_numel is None else min(fitting, sub_group_numel)
+        self.slices = tuple(s for flat in flats for s in self._cut(flat, numel))
+        groups = len(optimizer.param_groups)
+        # An optimizer that is not element-wise steps once per update: it may count its calls or look at whole groups.
+        self._calls = batched(self.slices, sub_group_numel if is_elementwise else None, groups)
+        self._sub_groups = batched(self.slices, numel if is_elementwise else None, groups)
+        self._scaled = Scratch(self._sub_groups, device)
+        self._wide = Scratch(self._sub_groups, device)
+        self._is_any_wide = any(s.is_wide for s in self.slices)
+        self._teach_optimizer()
+        self._show(batched(self.slices, None, groups))
 
-    def _cut(self, flat: FlatGroup) -> Iterator[Slice]:
+    # -- what the optimizer sees --------------------------------------------------------------------------------------
+
+    def _cut(self, flat: FlatGroup, numel: int) -> Iterator[Slice]:
         if self.is_elementwise:
             for extent in flat.extents:
-                for start in range(extent.start, extent.stop, self._sub_group_numel):
-                    stop = min(start + self._sub_group_numel, extent.stop)
-                    yield Slice(flat, start, stop, nn.Parameter(flat.own_master(start, stop)))
+                for start in range(extent.start, extent.stop, numel):
+                    yield Slice.of(flat, start, min(start + numel, extent.stop), None, self._state_dtype)
         else:
             for position, slot in enumerate(flat.layout.slots):
                 for f in flat.own_parts(position):
-                    stop = f.buffer_start + f.numel
-                    master = flat.own_master(f.buffer_start, stop)
-                    whole = master.view(flat.shapes[slot.index]) if f.numel == slot.numel else master
-                    yield Slice(flat, f.buffer_start, stop, nn.Parameter(whole))
+                    shape = flat.shapes[slot.index] if f.numel == slot.numel else None
+                    yield Slice.of(flat, f.buffer_start, f.buffer_start + f.numel, shape, self._state_dtype)
 
-    def _show(self, slices: Sequence[Slice]) -> None:
-        """Let the optimizer see exactly `slices`."""
+    def _teach_optimizer(self) -> None:
+        if isinstance(self.optimizer, GroupOptimizer):
+            self.optimizer.state_dtype = self._state_dtype
+        if getattr(self.optimizer, "needs_parameter_sums", False) and self.flats and self.flats[0].axis.size > 1:
+            self.optimizer.sums = ShardedSums(self.slices, self.flats)  # type: ignore[attr-defined]
+
+    def _show(self, batches: Sequence[Batch]) -> None:
+        """Let the optimizer see exactly `batches`."""
         for index, group in enumerate(self.optimizer.param_groups):
-            group["params"] = [s.param for s in slices if s.flat.kind.group_index == index]
+            group["params"] = [param for batch in batches for param in batch.shown[index]]
+
+    def unshow(self) -> None:
+        """Let the optimizer see the model's parameters again: the walk is over for good."""
+        for group, params in zip(self.optimizer.param_groups, self._client_params, strict=True):
+            group["params"] = params
+        if isinstance(self.optimizer, GroupOptimizer):
+            self.optimizer.state_dtype = None
+        if getattr(self.optimizer, "needs_parameter_sums", False):
+            self.optimizer.sums = OwnSums()  # type: ignore[attr-defined]
+
+    # -- the update ---------------------------------------------------------------------------------------------------
 
     @property
     def can_skip_on_device(self) -> bool:
-        """Whether `step` obeys `found_inf`."""
-        return False
+        """Whether `step` obeys `found_inf`: the fused kernels do."""
+        if isinstance(self.optimizer, FusedKernelAdam):
+            return True
+        if type(self.optimizer) is SGD and any(group["momentum"] != 0 for group in self.optimizer.param_groups):
+            return False  # torch allocates the momentum, and keeps it unwritten, when the very first step is skipped
+        has_kernel = type(self.optimizer) in (SGD, Adam, AdamW, Adagrad)
+        return has_kernel and all(group["fused"] for group in self.optimizer.param_groups)
 
     def step(self, factor: float | Tensor, found_inf: Tensor | None = None) -> None:
         """Update with gradients times `factor`; then the model holds the rounded master. Collective over the shard axis.
 
         Args:
             factor: a number, or 0-d on the device.
-            found_inf: 0-d, 1 leaves everything as it is; only with `can_skip_on_device`.
+            found_inf: 0-d, 1 leaves weights and state as they are, 0 does not; only with `can_skip_on_device`.
         """
         assert found_inf is None or self.can_skip_on_device  # zero.optimizer asks first
-        with self.rewriting():
-            batches = list(self._batches(factor))
+        is_one = not isinstance(factor, Tensor) and factor == 1.0
+        batches = self._sub_groups if self._needs_scratch(is_one) else self._calls
+        with self._skipping(found_inf), self.rewriting():
             for batch in batches:
-                for s, grad in self._gradients(batch, factor):
-                    s.param.grad = grad
+                self._load(batch, None if is_one else factor)
                 if len(batches) > 1:
-                    self._show(batch)
+                    self._show([batch])
                 self._apply()
-                for s in batch:
-                    s.param.grad = None
-                    s.flat.write_back(s.start, s.stop)
-                    s.flat.gradients.spend(s.start, s.stop)
+                self._unload(batch)
             if len(batches) > 1:
-                self._show(self.slices)
+                self._show(batches)
 
     @contextmanager
     def rewriting(self) -> Iterator[None]:
@@ -149,58 +170,60 @@ class MasterWeights:
         for work in works:
             work.wait()
 
-    def _batches(self, factor: float | Tensor) -> Iterator[tuple[Slice, ...]]:
-        """Slices that are stepped together: all, when no scratch is needed, else as many as the sub-group holds.
-
-        An optimizer that is not element-wise steps once per update: it may count its calls or look at whole groups.
-        """
-        needs_scratch = not _is_one(factor) or any(flat.gradients.dtype != flat.kind.master_dtype for flat in self.flats)
-        if not (needs_scratch and self.is_elementwise):
-            yield self.slices
+    @contextmanager
+    def _skipping(self, found_inf: Tensor | None) -> Iterator[None]:
+        if found_inf is None:
+            yield
             return
-        batch: list[Slice] = []
-        numel = 0
-        for s in self.slices:
-            if batch and numel + s.numel > self._sub_group_numel:
-                yield tuple(batch)
-                batch, numel = [], 0
-            batch.append(s)
-            numel += s.numel
-        if batch:
-            yield tuple(batch)
+        self.optimizer.found_inf = found_inf.to(torch.float32)  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            del self.optimizer.found_inf  # type: ignore[attr-defined]
 
-    def _gradients(self, batch: Sequence[Slice], factor: float | Tensor) -> Iterator[tuple[Slice, Tensor]]:
-        wanted = Counter[torch.dtype]()
-        for s in batch:
-            wanted[s.param.dtype] += s.numel
-        used = Counter[torch.dtype]()
-        for s in batch:
+    def _needs_scratch(self, is_one: bool) -> bool:
+        return not is_one or self._is_any_wide or any(f.gradients.dtype != f.kind.master_dtype for f in self.flats)
+
+    def _load(self, batch: Batch, factor: float | Tensor | None) -> None:
+        """Give each slice its gradient, times `factor` (None: 1) and in its own precision, and wide ones their values."""
+        targets, sources = [], []
+        for s, scaled in zip(batch.slices, self._scaled.views(batch), strict=True):
             grad = s.flat.gradients.shard(s.start, s.stop)
-            dtype = s.param.dtype
-            if not _is_one(factor) or grad.dtype != dtype:
-                begin = used[dtype]
-                used[dtype] += s.numel
-                scaled = self._scratch_for(dtype, wanted[dtype])[begin : begin + s.numel]
-                if grad.dtype == dtype:
-                    torch.mul(grad, factor, out=scaled)
-                else:
-                    scaled.copy_(grad)
-                    if not _is_one(factor):
-                        scaled.mul_(factor)
+            if factor is not None or grad.dtype != s.param.dtype:
+                targets.append(scaled)
+                sources.append(grad)
                 grad = scaled
-            yield s, grad.view(s.param.shape)
+            s.param.grad = grad if s.param.dim() == 1 else grad.view(s.param.shape)
+        _scale(targets, sources, factor)
+        for s, wide in zip(batch.slices, self._wide.views(batch) if self._is_any_wide else (), strict=False):
+            if s.is_wide:
+                s.param.data = wide.copy_(s.master).view(s.param.shape)
 
-    def _scratch_for(self, dtype: torch.dtype, numel: int) -> Tensor:
-        scratch = self._scratch.get(dtype)
-        if scratch is None or scratch.numel() < numel:
-            scratch = self._scratch[dtype] = torch.empty(numel, dtype=dtype, device=self.flats[0].values.device)
-        return scratch
+    def _unload(self, batch: Batch) -> None:
+        """Round what was stepped into masters and values; gradients are spent."""
+        targets, sources = [], []
+        for s in batch.slices:
+            s.param.grad = None
+            if s.placeholder is not None:
+                s.master.copy_(s.param.data.view(-1))
+                s.param.data = s.placeholder
+            if s.values is not s.master:
+                targets.append(s.values)
+                sources.append(s.master)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        for s in batch.slices:
+            s.flat.gradients.spend(s.start, s.stop)
 
-    def unshow(self) -> None:
-        """Let the optimizer see the model's parameters again: the walk is over for good."""
-        for group, params in zip(self.optimizer.param_groups, self._client_params, strict=True):
-            group["params"] = params
 
-
-def _is_one(factor: float | Tensor) -> bool:
-    return not isinstance(factor, Tensor) and factor == 1.0
+def _scale(targets: list[Tensor], sources: list[Tensor], factor: float | Tensor | None) -> None:
+    """Let targets be sources x factor (None: 1), rounded once from their own precision, or fp32 where that is more."""
+    if factor is not None and any(target.dtype in _LOW_PRECISION for target in targets):
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source.to(torch.promote_types(source.dtype, torch.float32)).mul(factor))
+    elif len(targets) == 1 and factor is not None and targets[0].dtype == sources[0].dtype:
+        torch.mul(sources[0], factor, out=targets[0])  # one pass
+    elif targets:
+        torch._foreach_copy_(targets, sources)
+        if factor is not None:
+            torch._foreach_mul_(targets, factor)

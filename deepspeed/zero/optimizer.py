@@ -167,6 +167,8 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop accumulated gradients. `set_to_none` is accepted for torch's signature: the flat buffer always stays."""
+        if self.reducer.is_running:  # an exception cut a backward short: what it has launched must not land later
+            self.reducer.abandon()
         for flat in self.master.flats:
             flat.gradients.drop()
 
@@ -174,7 +176,8 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
         """Refuse: the buffers were laid out, and the ranks agreed on them, when the engine was made."""
         raise UsageError(
             "optimizer.add_param_group() was called on an optimizer that belongs to an engine. Give initialize() an "
-            "optimizer with all groups (rate 0 for those that start later), or destroy the engine, add it, initialize again."
+            "optimizer with all groups (rate 0 for those that start later), or destroy the engine, add it, initialize again; "
+            "on several ranks at ZeRO stages 1 to 3 the optimizer's state then starts anew."
         )
 
     def step(self, closure: Callable[[], float] | None = None) -> NoReturn:

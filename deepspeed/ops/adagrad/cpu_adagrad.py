@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 
 from deepspeed.errors import UsageError
-from deepspeed.ops.optimizer import Group, GroupOptimizer, ParamsT, batches
+from deepspeed.ops.optimizer import Group, GroupOptimizer, ParamsT
 
 
 class DeepSpeedCPUAdagrad(GroupOptimizer):
@@ -33,6 +33,7 @@ class DeepSpeedCPUAdagrad(GroupOptimizer):
 
     state_keys: ClassVar[tuple[str, ...]] = ("sum",)
     host_only = True
+    kernel_is_exact = True
 
     def __init__(
         self,
@@ -50,7 +51,7 @@ class DeepSpeedCPUAdagrad(GroupOptimizer):
         )
 
     def _step_group(self, group: Group) -> None:
-        for _, batch in batches(self._with_gradient(group), self.state_keys):
+        for batch in self._batches(group):
             torch._foreach_add_(batch.steps, 1)
             torch._fused_adagrad_(
                 batch.params,

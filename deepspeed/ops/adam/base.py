@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.errors import UsageError
-from deepspeed.ops.optimizer import Batch, Group, GroupOptimizer, ParamsT, batches
+from deepspeed.ops.optimizer import Batch, Group, GroupOptimizer, ParamsT
 
 
 class FusedKernelAdam(GroupOptimizer):
@@ -25,6 +25,7 @@ class FusedKernelAdam(GroupOptimizer):
     """
 
     state_keys: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    kernel_is_exact = True
     _step_supports_amp_scaling = True  # the name torch.amp.GradScaler asks for
 
     def __init__(
@@ -57,10 +58,11 @@ class FusedKernelAdam(GroupOptimizer):
         super().__init__(params, defaults, set_grad_none=set_grad_none, fp32_states=fp32_states)
 
     def _step_group(self, group: Group) -> None:
-        for device, batch in batches(self._with_gradient(group), self.state_keys):
-            self._update(group, device, batch)
+        for batch in self._batches(group):
+            self._update(group, batch)
 
-    def _update(self, group: Group, device: torch.device, batch: Batch) -> None:
+    def _update(self, group: Group, batch: Batch) -> None:
+        device = batch.device
         torch._foreach_add_(batch.steps, 1)
         steps = batch.steps
         if not group["bias_correction"]:

@@ -4,7 +4,8 @@
     ratio = clip(|p| / |u|, min_coeff, max_coeff)        1 where either norm is 0
     p     = p - lr * ratio * u
 
-The norms are those of a whole parameter, so this optimizer is not element-wise: it must never be given slices.
+The norms are those of a whole parameter, so this optimizer is not element-wise. It may step parts of parameters when
+`sums` adds up their squares (`ops.sums`): all groups together, once per step, between the update and its scaling.
 Everything stays on the device; a step waits for nothing.
 
 Source: arXiv:1904.00962, algorithm 2, with phi(z) = z. The clip of the ratio is not in the paper.
@@ -21,7 +22,8 @@ import torch
 from torch import Tensor
 
 from deepspeed.errors import ArgumentError, UsageError
-from deepspeed.ops.optimizer import Batch, Group, GroupOptimizer, ParamsT, batches
+from deepspeed.ops.optimizer import Batch, Group, GroupOptimizer, ParamsT
+from deepspeed.ops.sums import OwnSums, ParameterSums
 
 
 class FusedLamb(GroupOptimizer):
@@ -46,6 +48,7 @@ class FusedLamb(GroupOptimizer):
     """
 
     elementwise: ClassVar[bool] = False
+    needs_parameter_sums: ClassVar[bool] = True
     state_keys: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 
     def __init__(
@@ -80,64 +83,97 @@ class FusedLamb(GroupOptimizer):
             "min_coeff": min_coeff,
         }
         super().__init__(params, defaults, fp32_states=True)  # norms and ratios would drown in 16 bits
-        self._coeffs: dict[int, list[Tensor]] = {}
+        self.sums: ParameterSums = OwnSums()
+        self._coeffs: list[Tensor] = []
 
     def get_lamb_coeffs(self) -> list[float]:
-        """Trust ratios of the last step, in the order of the parameters that had a gradient. Waits for the device."""
-        return [ratio for ratios in self._coeffs.values() for tensor in ratios for ratio in tensor.tolist()]
+        """Trust ratios of the last step, in the order of the parameters that had a gradient. Waits for the device.
 
-    def _step_group(self, group: Group) -> None:
-        self._coeffs[id(group)] = [
-            self._update(group, batch) for _, batch in batches(self._with_gradient(group), self.state_keys)
+        Where ranks hold shards: of those parameters that this rank has a part of.
+        """
+        return [ratio for ratios in self._coeffs for ratio in ratios.tolist()]
+
+    def _step_groups(self) -> None:
+        found = [(group, batch) for group in self.param_groups for batch in self._batches(group)]
+        self._clip(found)
+        updates = [self._update(group, batch) for group, batch in found]
+        squares = [_squares(batch.params, update) for (_, batch), update in zip(found, updates, strict=True)]
+        given = [p for _, batch in found for p in batch.given]
+        device = given[0].device if given else torch.device("cpu")
+        partial_P2 = torch.cat([each.to(device) for each in squares]) if squares else torch.zeros(0, 2, dtype=torch.float64)
+        sums = torch.split(self.sums.per_parameter(given, partial_P2), [len(batch.given) for _, batch in found])
+        self._coeffs = [
+            self._apply(group, batch, update, own_P2.to(batch.device))
+            for (group, batch), update, own_P2 in zip(found, updates, sums if found else (), strict=True)
         ]
 
-    def _update(self, group: Group, batch: Batch) -> Tensor:
-        """Step one batch and return its trust ratios, shape (parameters,)."""
-        torch._foreach_add_(batch.steps, 1)
-        update = self._adam_update(group, batch)
-        if group["weight_decay"]:
-            torch._foreach_add_(update, batch.params, alpha=group["weight_decay"])
-        weight_norms = torch.stack(torch._foreach_norm(batch.params))
-        update_norms = torch.stack(torch._foreach_norm(update))
-        usable = (weight_norms > 0) & (update_norms > 0)
-        ratios = (weight_norms / update_norms).clamp(group["min_coeff"], group["max_coeff"])
-        ratios = torch.where(usable, ratios, 1.0)
-        torch._foreach_mul_(update, list(ratios.unbind()))
-        torch._foreach_add_(batch.params, update, alpha=-group["lr"])
-        batch.write_back()
-        return ratios
+    def _clip(self, found: list[tuple[Group, Batch]]) -> None:
+        """Scale each group's gradients down to its `max_grad_norm`. One more meeting of ranks, where there is one."""
+        most = [group["max_grad_norm"] for group in self.param_groups]
+        if not any(norm > 0 for norm in most):
+            return
+        device = found[0][1].device if found else torch.device("cpu")
+        squares_G = torch.zeros(len(most), dtype=_wide(device), device=device)
+        places = {id(group): place for place, group in enumerate(self.param_groups)}
+        for group, batch in found:
+            norms = torch.stack(torch._foreach_norm(batch.grads)).to(squares_G)
+            squares_G[places[id(group)]].add_(norms.square().sum())
+        norms_G = self.sums.of_all(squares_G).sqrt()
+        for group, batch in found:
+            if group["max_grad_norm"] > 0:
+                norm = norms_G[places[id(group)]].to(batch.device)
+                scale = torch.clamp(group["max_grad_norm"] / (norm + 1e-6), max=1.0)
+                batch.grads = list(torch._foreach_mul(batch.grads, scale.to(batch.grads[0].dtype)))
 
     @staticmethod
-    def _adam_update(group: Group, batch: Batch) -> list[Tensor]:
-        """m_hat / (sqrt(v_hat) + eps) for each parameter, after taking the gradients into the moments."""
+    def _update(group: Group, batch: Batch) -> list[Tensor]:
+        """m_hat / (sqrt(v_hat) + eps) + decay for each parameter, after taking the gradients into the moments."""
         beta1, beta2 = group["betas"]
-        grads = _clipped(batch.grads, group["max_grad_norm"])
+        torch._foreach_add_(batch.steps, 1)
         exp_avgs = [exp_avg for exp_avg, _ in batch.states]
         exp_avg_sqs = [exp_avg_sq for _, exp_avg_sq in batch.states]
-        torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
+        torch._foreach_lerp_(exp_avgs, batch.grads, 1 - beta1)
         torch._foreach_mul_(exp_avg_sqs, beta2)
-        torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - beta2)
+        torch._foreach_addcmul_(exp_avg_sqs, batch.grads, batch.grads, 1 - beta2)
         update, denominators = exp_avgs, exp_avg_sqs
         if group["bias_correction"]:
-            update = [m / _correction(beta1, step, m.dtype) for m, step in zip(exp_avgs, batch.steps, strict=True)]
-            denominators = [v / _correction(beta2, step, v.dtype) for v, step in zip(exp_avg_sqs, batch.steps, strict=True)]
+            dtype = exp_avgs[0].dtype
+            update = list(torch._foreach_div(exp_avgs, _corrections(beta1, batch.steps, dtype)))
+            denominators = list(torch._foreach_div(exp_avg_sqs, _corrections(beta2, batch.steps, dtype)))
         eps = group["eps"]
         if group["eps_inside_sqrt"]:
             roots = torch._foreach_sqrt(torch._foreach_add(denominators, eps))
         else:
             roots = torch._foreach_add(torch._foreach_sqrt(denominators), eps)
-        return list(torch._foreach_div(update, roots))
+        update = list(torch._foreach_div(update, roots))
+        if group["weight_decay"]:
+            torch._foreach_add_(update, batch.params, alpha=group["weight_decay"])
+        return update
+
+    @staticmethod
+    def _apply(group: Group, batch: Batch, update: list[Tensor], sums_P2: Tensor) -> Tensor:
+        """Step one batch and return its trust ratios, shape (parameters,); `sums_P2` are the squares of whole parameters."""
+        weight_norms, update_norms = sums_P2.sqrt().unbind(1)
+        usable = (weight_norms > 0) & (update_norms > 0)
+        ratios = (weight_norms / update_norms).clamp(group["min_coeff"], group["max_coeff"])
+        ratios = torch.where(usable, ratios, 1.0).to(update[0].dtype)
+        torch._foreach_mul_(update, list(ratios.unbind()))
+        torch._foreach_add_(batch.params, update, alpha=-group["lr"])
+        batch.write_back()
+        return ratios
 
 
-def _correction(beta: float, step: Tensor, dtype: torch.dtype) -> Tensor:
-    """1 - beta**step, without the cancellation that would lose it in float32 and bfloat16."""
-    exponent = step.to(torch.promote_types(dtype, torch.float32)) * (math.log(beta) if beta else -math.inf)
-    return -torch.expm1(exponent)
+def _squares(params: list[Tensor], update: list[Tensor]) -> Tensor:
+    """Sums of squares of each parameter and of its update, shape (parameters, 2)."""
+    norms_P2 = torch.stack([torch.stack(torch._foreach_norm(each)) for each in (params, update)], dim=1)
+    return norms_P2.to(_wide(norms_P2.device)).square()
 
 
-def _clipped(grads: list[Tensor], max_norm: float) -> list[Tensor]:
-    """`grads` scaled down to the global L2 norm `max_norm`; 0 leaves them."""
-    if max_norm <= 0:
-        return grads
-    total = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
-    return list(torch._foreach_mul(grads, torch.clamp(max_norm / (total + 1e-6), max=1.0)))
+def _wide(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _corrections(beta: float, steps: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """1 - beta**step for each step, without the cancellation that would lose it in float32."""
+    exponents = torch.stack(steps).to(dtype) * (math.log(beta) if beta else -math.inf)
+    return list(torch.expm1(exponents).neg().unbind())

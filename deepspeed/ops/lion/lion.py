@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import torch
 
-from deepspeed.ops.optimizer import Group, GroupOptimizer, ParamsT, batches
+from deepspeed.ops.optimizer import Group, GroupOptimizer, ParamsT
 
 
 class _Lion(GroupOptimizer):
@@ -25,7 +25,7 @@ class _Lion(GroupOptimizer):
 
     def _step_group(self, group: Group) -> None:
         lr, (beta1, beta2) = group["lr"], group["betas"]
-        for _, batch in batches(self._with_gradient(group), self.state_keys):
+        for batch in self._batches(group):
             momenta = [momentum for (momentum,) in batch.states]
             torch._foreach_add_(batch.steps, 1)
             updates = torch._foreach_lerp(momenta, batch.grads, 1 - beta1)

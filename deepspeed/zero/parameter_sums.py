@@ -1,0 +1,65 @@
+"""Sums over whole parameters when each rank steps parts of them: one all-reduce of one row per parameter.
+
+    own parts   rows of p1, p3 --+                                           +--> rows of p1, p3
+                                 +--> [p0|p1|p2|p3|...] x K --all-reduce--> -+
+    others      rows of p0, p3 --+    zero where a rank holds nothing
+
+Lives here: where each part's row is. Does not live here: what is summed (`ops.lamb`, through `ops.sums`), the parts
+(`zero.master`, which makes this).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from deepspeed import comm
+from deepspeed.zero.flat import FlatGroup
+from deepspeed.zero.walk import Slice
+
+__all__ = ["ShardedSums"]
+
+
+class ShardedSums:
+    """The protocol `ops.sums.ParameterSums` over the shard axis.
+
+    Args:
+        slices: this rank's parts, each of one parameter.
+        flats: the flat groups they belong to; the same on all ranks, at least one.
+    """
+
+    def __init__(self, slices: Sequence[Slice], flats: Sequence[FlatGroup]) -> None:
+        self._axis = flats[0].axis
+        self._device = flats[0].values.device
+        first_rows: dict[int, int] = {}
+        self._parameters = 0
+        for flat in flats:
+            first_rows[id(flat)] = self._parameters
+            self._parameters += len(flat.members)
+        self._rows = {
+            id(s.param): first_rows[id(s.flat)] + next(s.flat.own_fragments(s.start, s.stop)).index for s in slices
+        }
+        self._indices: tuple[tuple[int, ...], Tensor] | None = None
+
+    def per_parameter(self, parts: Sequence[Tensor], partial_PK: Tensor) -> Tensor:
+        """See `ops.sums.ParameterSums`."""
+        index = self._index(parts)
+        rows_AK = torch.zeros(self._parameters, partial_PK.shape[1], dtype=partial_PK.dtype, device=self._device)
+        rows_AK.index_copy_(0, index, partial_PK.to(self._device))
+        return self.of_all(rows_AK).index_select(0, index)
+
+    def of_all(self, partial_K: Tensor) -> Tensor:
+        """See `ops.sums.ParameterSums`."""
+        total = partial_K.to(self._device)
+        comm.all_reduce(total, group=self._axis.group)
+        return total
+
+    def _index(self, parts: Sequence[Tensor]) -> Tensor:
+        """Rows of `parts`; remembered, because they are the same at every step."""
+        key = tuple(map(id, parts))
+        if self._indices is None or self._indices[0] != key:
+            rows = torch.tensor([self._rows[each] for each in key], dtype=torch.int64, device=self._device)
+            self._indices = (key, rows)
+        return self._indices[1]
