@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -112,37 +113,50 @@ def measure(contender: str, arguments: Mapping[str, Any]) -> Measured:
         ours()
         alone()
     steps: int = arguments["steps"]
-    step_ms = statistics.median(_times(ours, steps)) * 1e3
-    floor_ms = statistics.median(_times(alone, steps)) * 1e3
-    stats = _profiled(ours, steps)
+    step, floor_step = _Time.median(ours, steps), _Time.median(alone, steps)
+    stats = _profiled(ours, steps, is_processor_time=arguments["is_processor_time"])
     volume = _logged(ours)
     operators, of_model = _Operators.of(ours), _Operators.of(alone)
     if rank() == 0:
         lines = [
-            f"step {step_ms:.1f} ms without a profiler; forward and backward alone {floor_ms:.1f} ms",
+            f"step {step} without a profiler; forward and backward alone {floor_step}",
             *table(Phases(stats).seconds(), by_function(stats, str(_ROOT)), steps, arguments["rows_shown"]),
             f"Python calls per step: {sum(each[1] for each in stats.values()) / steps:.0f}",
             *_operator_lines(operators, of_model),
             *volume,
         ]
         Path(arguments["out"]).write_text("\n".join(lines) + "\n")
-    return Measured({"step_ms": step_ms})
+    return Measured({"step_ms": step.wall_ms})
 
 
-def _times(step: Step, steps: int) -> Iterator[float]:
-    for _ in range(steps):
-        began = time.perf_counter()
-        step()
-        yield time.perf_counter() - began
+@dataclass(frozen=True)
+class _Time:
+    """Of one step; processor time is that of all threads, and hardly feels what else the machine does."""
+
+    wall_ms: float
+    processor_ms: float
+
+    def __str__(self) -> str:
+        return f"{self.wall_ms:.1f} ms ({self.processor_ms:.1f} ms of processor)"
+
+    @classmethod
+    def median(cls, step: Step, steps: int) -> _Time:
+        times = []
+        for _ in range(steps):
+            began = time.perf_counter(), time.process_time()
+            step()
+            times.append((time.perf_counter() - began[0], time.process_time() - began[1]))
+        wall, processor = zip(*times, strict=True)
+        return cls(statistics.median(wall) * 1e3, statistics.median(processor) * 1e3)
 
 
-def _profiled(step: Step, steps: int) -> Any:
+def _profiled(step: Step, steps: int, *, is_processor_time: bool) -> Any:
     """What cProfile saw of `steps` steps: on rank 0; the others run the same without it and hold nobody up."""
     if rank() != 0:
         for _ in range(steps):
             step()
         return {}
-    profile = cProfile.Profile()
+    profile = cProfile.Profile(time.thread_time) if is_processor_time else cProfile.Profile()
     profile.enable()
     for _ in range(steps):
         step()
@@ -191,6 +205,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rows", type=int, default=30, help="functions to show")
     parser.add_argument("--chain", type=int, help="layers of the model of `overhead`, instead of the GPT")
+    parser.add_argument(
+        "--processor-time", action="store_true", help="profile processor time: for a busy machine; hides waits"
+    )
     parser.add_argument("--zero", type=_zero_key, action="append", default=[], help="KEY=VALUE of zero_optimization; repeat")
     parser.add_argument("--work", type=Path, default=_ROOT / "runs" / "bench", help="scratch")
     options = parser.parse_args()
@@ -202,6 +219,7 @@ def main() -> None:
             **({"chain": options.chain, "rows": 4} if options.chain else {}),
             "zero": dict(options.zero),
             "rows_shown": options.rows,
+            "is_processor_time": options.processor_time,
             "out": str(out),
         }
         case = Case("profile", _BENCHMARK, (OURS,), ("step_ms",), of=OURS, ranks=options.ranks, arguments=arguments)

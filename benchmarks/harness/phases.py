@@ -30,13 +30,10 @@ RULES: Sequence[
     ("zero/master.py", "rewriting", "gather"),
     ("zero/flat.py", "rewriting", "gather"),
     ("zero/flat.py", "gather_whole", "gather"),
-    ("zero/master.py", "", "walk"),
-    ("zero/norm.py", "", "norm"),
-    ("zero/outcome.py", "", "norm"),
-    ("zero/reducer.py", "", "reduce"),
-    ("zero/gradients.py", "", "reduce"),
-    *((f"zero/{file}.py", "", "gather") for file in ("coordinator", "external", "lookups", "pool", "prefetch", "saved")),
-    *((f"zero/{file}.py", "", "gather") for file in ("shard", "trace", "units", "holder", "fetch")),
+    *((f"zero/{file}.py", "", "walk") for file in ("master", "walk", "parameter_sums")),
+    *((f"zero/{file}.py", "", "norm") for file in ("norm", "outcome")),
+    *((f"zero/{file}.py", "", "reduce") for file in ("reducer", "gradients")),
+    *((f"zero/{file}.py", "", "gather") for file in ("coordinator", "hooks", "lookups", "pool", "saved", "states", "trace")),
 )
 PHASES = ("forward", "backward", "reduce", "gather", "norm", "walk", "step", OTHER)
 
