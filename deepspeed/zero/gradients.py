@@ -60,7 +60,7 @@ class _Places:
                 absent.append(view)
             else:
                 there.append(view)
-                grads.append(grad if grad.layout == torch.strided else grad.to_dense())
+                grads.append(_dense(grad))
                 param.grad = None
         with torch.no_grad():
             if is_filled and there:
@@ -125,7 +125,7 @@ class ViewGradients:
         if grad is None:
             view.zero_()
         else:
-            view.copy_(grad.detach())
+            view.copy_(_dense(grad))
         param.grad = view
 
     def launch(self, number: int) -> None:
@@ -384,3 +384,7 @@ def largest_bucket_numel(flat: FlatGroup) -> int:
 def _drop_param_grads(flat: FlatGroup) -> None:
     for member in flat.members:
         member.param.grad = None
+
+
+def _dense(grad: Tensor) -> Tensor:
+    return (grad if grad.layout == torch.strided else grad.to_dense()).detach()

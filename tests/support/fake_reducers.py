@@ -109,15 +109,13 @@ class Lockstep:
         begin = launch.start + rank * numel
         total = torch.zeros(numel, dtype=torch.float64)
         for peer, one in enumerate(of_ranks):
-            part = self.rows[peer][begin : begin + numel]
+            part = self.rows[peer][begin : begin + numel]  # each peer has written its own part alone, if anything
             assert torch.equal(part, one.contribution[rank * numel : (rank + 1) * numel]), "written while a peer reads it"
             total += part.double()
         mean = (total / self.world_size).to(self.dtype)
         into = self.rows[rank][begin : begin + numel] if launch.into is None else launch.into
         into.add_(mean) if launch.accumulate else into.copy_(mean)
         launch.is_reduced = True
-        if launch.into is None:
-            launch.contribution[rank * numel : (rank + 1) * numel] = mean
 
     def free(self, rank: int, number: int) -> None:
         """All ranks reduce launch `number`; then nothing of `rank`'s range means anything but a part reduced in place."""
@@ -127,7 +125,8 @@ class Lockstep:
         numel = (launch.stop - launch.start) // self.world_size
         own = slice(launch.start + rank * numel, launch.start + (rank + 1) * numel)
         kept = self.rows[rank][own].clone()
-        self.rows[rank][launch.start : launch.stop] = torch.nan
+        is_zero = torch.stack([made[number].contribution == 0 for made in self.launches]).all(0)  # padding stays zero
+        self.rows[rank][launch.start : launch.stop] = torch.where(is_zero, 0.0, torch.nan)
         if launch.into is None:
             self.rows[rank][own] = kept
 

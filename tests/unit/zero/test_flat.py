@@ -1,4 +1,4 @@
-"""Parameters as views of a flat layout: nothing moves that the user could notice, nothing is lost, on any number of ranks."""
+"""Parameters as views of a flat layout: nothing moves that the user could notice, nothing is lost, however many ranks."""
 
 from __future__ import annotations
 
