@@ -127,13 +127,13 @@ UNBUILT: tuple[Unbuilt, ...] = (
 
 _LATER = "accepted; not built yet"
 _IDLE = "accepted, no effect"
+_ALWAYS = "accepted, no effect: what it asks for is always so"
 
 NOTES: dict[str, str] = {
-    "zero_optimization": "accepted; read from stage 1 on, which is not built yet",
-    "zero_optimization.reduce_bucket_size": "works",
-    "zero_optimization.overlap_comm": "works",
-    "zero_optimization.compute_grad_norm": "only true, until stages 1 and 2 are built",
-    "zero_optimization.contiguous_gradients": _IDLE,
+    "zero_optimization.contiguous_gradients": _ALWAYS,
+    "zero_optimization.round_robin_gradients": _ALWAYS,
+    "zero_optimization.parameter_alignment": _ALWAYS,
+    "zero_optimization.pipeline_loading_checkpoint": _IDLE,
     "zero_optimization.allgather_partitions": _IDLE,
     "zero_optimization.elastic_checkpoint": _IDLE,
     "zero_optimization.legacy_stage1": "only false",

@@ -209,25 +209,31 @@ class ZeroConfig(ConfigModel):
     """0: nothing is sharded; 1: optimizer state; 2: and gradients; 3: and parameters."""
 
     contiguous_gradients: bool = True
-    """Copy gradients into one buffer as they appear. Stages 1-3; this engine's gradients always lie in one buffer."""
+    """Copy gradients into one buffer as they appear. This engine's always lie in one buffer per bucket, at every stage."""
 
     reduce_scatter: bool = True
-    """Reduce-scatter gradients instead of all-reducing them. Stages 1-3."""
+    """Reduce-scatter gradients: each rank gets its share of the mean. false: all-reduce them, and keep the share: twice the
+    bytes. Stages 1-3."""
 
     reduce_bucket_size: PositiveWhole = 500_000_000
-    """Elements per gradient bucket; > 0."""
+    """Most elements of a gradient bucket; > 0. A bucket is never more than a sixteenth of the model (or 2**20 elements), so
+    that reduction overlaps with backward; a larger parameter is a bucket of its own. At stage 3 also the most elements of
+    a block that is gathered as one unit."""
 
     use_multi_rank_bucket_allreduce: bool = True
-    """Reduce the slices of several ranks in one all-reduce. Stages 1 and 2."""
+    """With `reduce_scatter` false: all ranks' shares of a bucket in one all-reduce. false: one all-reduce for each rank's.
+    Stages 1-3."""
 
     allgather_partitions: bool = True
     """Gather updated parameters with an all-gather rather than broadcasts. Accepted; the fastest way is always taken."""
 
     allgather_bucket_size: PositiveWhole = 500_000_000
-    """Elements gathered at a time after the step; > 0. Stages 1 and 2."""
+    """Elements gathered at a time after the step; > 0. Stages 1 and 2, where the same buckets serve reduction and gathering:
+    the smaller of this and `reduce_bucket_size` counts."""
 
     overlap_comm: bool | None = None
-    """Reduce gradients while backward runs. Left out: true at stages 0 and 3."""
+    """Reduce gradients while backward runs. Left out: true. false at stages 2 and 3: each bucket is waited for at once,
+    since its memory is needed again; at stages 0 and 1 all are reduced when backward is over."""
 
     compute_grad_norm: bool = True
     """Compute the gradient norm even when clipping is off; false at stages 1 and 2 only."""
@@ -248,7 +254,8 @@ class ZeroConfig(ConfigModel):
     """Update important gradients at once and the rest later."""
 
     sub_group_size: PositiveWhole = 1_000_000_000
-    """Elements that one pass of the optimizer step covers; 0 means the default (shipped client files hold it)."""
+    """Most elements that one pass of the optimizer step covers; fewer where that suits the cache. 0 means the default
+    (shipped client files hold it)."""
 
     prefetch_bucket_size: NonNegativeWhole = 50_000_000
     """Elements gathered ahead of their use; 0 turns it off. Stage 3."""
@@ -260,10 +267,11 @@ class ZeroConfig(ConfigModel):
     """Upper limit of the elements that stay gathered for that reason. Stage 3."""
 
     max_live_parameters: NonNegativeWhole = 1_000_000_000
-    """Gathered elements above which parameters are released. Stage 3."""
+    """Gathered elements above which parameters are released, and nothing is gathered ahead. Stage 3."""
 
     max_reuse_distance: NonNegativeWhole = 1_000_000_000
-    """Keep a parameter gathered when it is used again within this many elements. Stage 3."""
+    """Keep a unit gathered when it is used again within this many elements of other units. With the default a model of less
+    than 1e9 parameters stays gathered from forward to backward; 0 gathers it again in backward. Stage 3."""
 
     gather_16bit_weights_on_model_save: bool = False
     """Let `save_16bit_model` gather the whole model on rank 0. Stage 3."""
@@ -284,10 +292,11 @@ class ZeroConfig(ConfigModel):
     """Removed: the old form of stage 1. Only false is accepted."""
 
     round_robin_gradients: bool = False
-    """Deal parameters to shards in turn, so that ranks copy gradients to the host evenly. Stages 1 and 2."""
+    """Deal parameters to shards in turn, so that ranks copy gradients to the host evenly. Here every bucket is cut into
+    equal shards, which is even already. Stages 1 and 2."""
 
     parameter_alignment: bool = False
-    """Start each parameter on a 16-byte border of the flat buffer. Stages 1 and 2."""
+    """Start each parameter on a 16-byte border of the flat buffer. Here each starts on a 64-byte border. Stages 1 and 2."""
 
     zero_hpz_partition_size: PositiveWhole = 1
     """Ranks that hold a second copy of the parameter shards, usually those of one node; 1 is off. Stage 3
@@ -312,10 +321,11 @@ class ZeroConfig(ConfigModel):
     """With MiCS, gather between nodes first, then inside the node."""
 
     memory_efficient_linear: bool = True
-    """`zero.Init` uses a linear function that saves no copy of the weight. Stage 3."""
+    """Let backward gather weights again instead of keeping those that forward has used: while forward runs, autograd saves
+    the place of a gathered weight rather than its memory. Stage 3."""
 
     pipeline_loading_checkpoint: bool = False
-    """Ranks load checkpoints one after another. Stage 3."""
+    """Ranks load checkpoints one after another, to bound host memory. Here a rank reads its own bytes alone. Stage 3."""
 
     override_module_apply: bool = True
     """`zero.Init` gathers parameters inside `Module.apply`. Stage 3."""

@@ -44,10 +44,12 @@ from deepspeed.precision.policy import DtypePolicy, cast_module, keep_batch_norm
 from deepspeed.topology.mesh import ParallelMesh
 from deepspeed.zero.coordinator import ParameterCoordinator, build_coordinator
 from deepspeed.zero.flat import owner_of, release_owner
+from deepspeed.zero.leaf import apply_leaf_config
 from deepspeed.zero.master import MasterWeights
 from deepspeed.zero.optimizer import ZeroOptimizer
 from deepspeed.zero.prefetch import GatherSettings
 from deepspeed.zero.reducer import GradientReducer
+from deepspeed.zero.shard import refuse_lost_writes
 from deepspeed.zero.state_io import carry_state
 
 logger = get_logger(__name__)
@@ -84,6 +86,8 @@ def build_engine(request: EngineRequest) -> DeepSpeedEngine:
     basic = _basic_optimizer(request)
     may_cut = basic is not None and _may_cut(basic, request)
     _release_earlier_engines(module, config, basic)
+    refuse_lost_writes(module.parameters())
+    apply_leaf_config(module, config.zero_optimization.leaf_module)
     copy_from_first_rank(module, mesh.data_parallel)
     partition = plan_partition(module, config, mesh, policy, basic)
     attach_gradient_stores(partition, config, policy, mesh)

@@ -182,6 +182,8 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, CheckpointMembers, nn.Mod
         assert self.optimizer is not None  # step() asked
         self._settle()
         self._refuse_changed_freezing()
+        if parts.coordinator is not None:
+            parts.coordinator.before_update()
         outcome = self.optimizer.update(self.global_steps + 1)
         self._undecided = UndecidedStep(outcome, self.lr_scheduler, self.optimizer)
         is_known = outcome.is_known()

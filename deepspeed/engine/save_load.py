@@ -207,6 +207,8 @@ class CheckpointMembers:
                     if name in stored:
                         values = reader.read(stored[name], f.param_start, f.numel)
                         flat.own_master(f.buffer_start, f.buffer_start + f.numel).copy_(values)
+                if not self._config.zero_optimization.load_from_fp32_weights:
+                    flat.round_masters()
             for name, tensor in others.items():
                 if name in stored:
                     tensor.copy_(reader.read(stored[name]).view(tensor.shape))

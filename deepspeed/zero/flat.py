@@ -314,6 +314,11 @@ class FlatGroup:
         if self._master_S is not None:
             self.own_values(start, stop).copy_(self._master_S[start:stop])
 
+    def round_masters(self) -> None:
+        """Make the master what it is after rounding to the model's dtype."""
+        if self._master_S is not None:
+            self._master_S.copy_(self._master_S.to(self.values.dtype))
+
     def write_back_all(self) -> None:
         """Round the whole master into `values`."""
         for extent in self.extents:

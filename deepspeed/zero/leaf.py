@@ -11,15 +11,14 @@ Lives here: choosing and marking. Called by clients under `deepspeed.utils`, and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 from torch import nn
 
 from deepspeed.common.logging import warn_once
+from deepspeed.config.zero import LeafModuleConfig
 from deepspeed.errors import ArgumentError
 
 __all__ = [
-    "LeafChoice",
     "apply_leaf_config",
     "get_z3_leaf_modules",
     "set_z3_leaf_module",
@@ -33,15 +32,6 @@ __all__ = [
 
 _MARK = "_z3_leaf"
 _Matches = Callable[[str, nn.Module], bool]
-
-
-class LeafChoice(Protocol):
-    """The config block `zero_optimization.leaf_module`."""
-
-    classes: list[str]
-    names: list[str]
-    name_suffixes: list[str]
-    model_fields_set: set[str]
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
@@ -114,7 +104,7 @@ def set_z3_leaf_modules_by_suffix(
     return _mark_all(model, lambda name, _: name.endswith(tuple(endings)), flag, endings if raise_if_not_found else None)
 
 
-def apply_leaf_config(model: nn.Module, choice: LeafChoice) -> list[nn.Module]:
+def apply_leaf_config(model: nn.Module, choice: LeafModuleConfig) -> list[nn.Module]:
     """Mark what the config asks for; return the modules. What was written there and fits nothing is warned of."""
     found: list[nn.Module] = []
     for field, mark in (

@@ -176,8 +176,8 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
         """Refuse: the buffers were laid out, and the ranks agreed on them, when the engine was made."""
         raise UsageError(
             "optimizer.add_param_group() was called on an optimizer that belongs to an engine. Give initialize() an "
-            "optimizer with all groups (rate 0 for those that start later), or destroy the engine, add it, initialize again; "
-            "on several ranks at ZeRO stages 1 to 3 the optimizer's state then starts anew."
+            "optimizer with all groups (rate 0 for those that start later), or destroy the engine, add it, initialize "
+            "again; on several ranks at ZeRO stages 1 to 3 the optimizer's state then starts anew."
         )
 
     def step(self, closure: Callable[[], float] | None = None) -> NoReturn:
