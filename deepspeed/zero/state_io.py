@@ -117,13 +117,18 @@ def carry_state(master: MasterWeights, client_state: Mapping[int, dict[str, Any]
     """Move the state that a client's optimizer came with, keyed by `id(parameter)`, to the slices."""
     if not client_state:
         return
-    members = {m.name: m.param for flat in master.flats for m in flat.members}
-    states = {name: client_state[id(param)] for name, param in members.items() if id(param) in client_state}
-    for param in members.values():
-        master.optimizer.state.pop(param, None)
+    shapes: dict[str, torch.Size] = {}
+    states: dict[str, dict[str, Any]] = {}
+    for flat in master.flats:
+        group = master.optimizer.param_groups[flat.kind.group_index]
+        for member, shape in zip(flat.members, flat.shapes, strict=True):
+            master.optimizer.state.pop(member.param, None)
+            shapes[member.name] = shape
+            if id(member.param) in client_state:
+                states[member.name] = _whole_state(client_state[id(member.param)], shape, group)
 
     def is_tensor_of_param(name: str, key: str, value: Any) -> bool:
-        return isinstance(value, Tensor) and value.shape == members[name].shape and key != "step"
+        return isinstance(value, Tensor) and value.shape == shapes[name] and key != "step"
 
     load_state(
         master,
@@ -131,6 +136,20 @@ def carry_state(master: MasterWeights, client_state: Mapping[int, dict[str, Any]
         read=lambda name, key, start, numel: states[name][key].detach().reshape(-1)[start : start + numel],
         scalars={n: {k: _plain(v) for k, v in st.items() if not is_tensor_of_param(n, k, v)} for n, st in states.items()},
     )
+
+
+def _whole_state(state: Mapping[str, Any], shape: torch.Size, group: Mapping[str, Any]) -> dict[str, Any]:
+    """`state` in the whole `shape`, also where it was made from a parameter that `zero.Init` had sharded.
+
+    Such state is empty, and new: only torch's Adagrad makes state before its first step, at a value of its group.
+    """
+    first = float(group.get("initial_accumulator_value", 0.0))
+    return {
+        key: value.new_full((), first).expand(shape)
+        if isinstance(value, Tensor) and value.shape == (0,) and shape.numel()
+        else value
+        for key, value in state.items()
+    }
 
 
 def hand_back(master: MasterWeights) -> None:
@@ -150,9 +169,9 @@ def hand_back(master: MasterWeights) -> None:
         pieces.setdefault(piece.member.name, {}).setdefault(piece.key, []).append(piece)
     for s in master.slices:
         master.optimizer.state.pop(s.param, None)
-    for member in (m for flat in master.flats for m in flat.members):
+    for member, shape in ((m, shape) for flat in master.flats for m, shape in zip(flat.members, flat.shapes, strict=True)):
         tensors = {
-            key: torch.cat([piece.values for piece in sorted(found, key=lambda piece: piece.start)]).view(member.param.shape)
+            key: torch.cat([piece.values for piece in sorted(found, key=lambda piece: piece.start)]).view(shape)
             for key, found in pieces.get(member.name, {}).items()
         }
         if state := {**_loadable(scalars.get(member.name, {})), **tensors}:

@@ -28,7 +28,7 @@ from tests.support.models import TinyModel, build, make_batches
 from tests.support.ranks import run_ranks
 from tests.support.reference import FP64_ROUNDING, Reference, relative_difference, train_reference
 
-STAGES = (1, 2)
+STAGES = (1, 2, 3)
 WORLD_SIZES = (2, 3)
 STEPS = 5
 ACCUMULATION = 2
