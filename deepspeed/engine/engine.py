@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm import watch
 from deepspeed.common.logging import warn_once
 from deepspeed.common.pytree import map_tensors
 from deepspeed.engine.config_access import ConfigAccess
@@ -27,6 +28,7 @@ from deepspeed.engine.report import BACKWARD, BACKWARD_ALLREDUCE, BACKWARD_INNER
 from deepspeed.engine.save_load import CheckpointMembers
 from deepspeed.engine.undecided import UndecidedStep
 from deepspeed.errors import ArgumentError, UnbuiltFeatureError, UsageError
+from deepspeed.zero.sanity import agree, held_alike
 
 _GC_EVERY_STEPS = 100
 _NO_OPTIMIZER = "on an engine without an optimizer. Give initialize() an optimizer to train."
@@ -195,7 +197,10 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, CheckpointMembers, nn.Mod
             param.grad = None
         parts.accumulation.close_window()
         parts.loss_guard.reset()
+        if self._config.zero_optimization.enable_sanity_checks:
+            agree(list(held_alike(parts.partition.flats)), parts.mesh.data_parallel)
         self.global_steps += 1
+        watch.set_step(self.global_steps + 1)
         self.global_samples += parts.batch.train
         parts.report.timers(STEP).stop()
         parts.report.mark("after step")

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from deepspeed.comm.watch import naming
 from deepspeed.errors import UsageError
 from deepspeed.sharding import Bucket, FlatLayout, Fragment, Slot
 from deepspeed.zero.published import publish, withdraw
@@ -142,6 +143,7 @@ class FlatGroup:
     ) -> None:
         self.members = tuple(members)
         self.shapes = tuple(m.param.shape if m.whole_shape is None else m.whole_shape for m in members)
+        self._strides = tuple(torch.empty(shape, device="meta").stride() for shape in self.shapes)
         self.kind = kind
         self.layout = layout
         self.gatherer = gatherer
@@ -161,6 +163,7 @@ class FlatGroup:
         self._addresses = [param.data_ptr() for param in self._params]
         self._versions = [param._version for param in self._params]
         self._gradients: GradientStore | None = None
+        self._labels = [f"gather of {self._first_name(bucket)} and what is gathered with it" for bucket in layout.buckets]
 
     # -- places -------------------------------------------------------------------------------------------------------
 
@@ -341,14 +344,16 @@ class FlatGroup:
 
     def gather_bucket(self, number: int, into_F: Tensor) -> Work:
         """Start to bring bucket `number` of sharded parameters together in `into_F` (1-D, as long as the bucket)."""
-        return self.gatherer.gather(*self.layout.shard_range(self.layout.buckets[number]), into_F)
+        with naming(self._labels[number]):
+            return self.gatherer.gather(*self.layout.shard_range(self.layout.buckets[number]), into_F)
 
     def show(self, number: int, whole_F: Tensor) -> None:
         """Let the parameters of bucket `number` be views of `whole_F`, a gathered bucket."""
         bucket = self.layout.buckets[number]
+        shift = whole_F.storage_offset() - bucket.start
         for slot in self._slots_of(bucket):
-            start = slot.start - bucket.start
-            self.members[slot.index].param.data = whole_F[start : start + slot.numel].view(self.shapes[slot.index])
+            shape, strides = self.shapes[slot.index], self._strides[slot.index]
+            self.members[slot.index].param.data = whole_F.as_strided(shape, strides, slot.start + shift)  # one operator
 
     def hide(self, number: int) -> None:
         """Empty the parameters of bucket `number`."""
@@ -378,6 +383,9 @@ class FlatGroup:
             for slot in self._slots_of(bucket):
                 begin = slot.start - bucket.start
                 yield self.members[slot.index], whole_F[begin : begin + slot.numel].view(self.shapes[slot.index])
+
+    def _first_name(self, bucket: Bucket) -> str:
+        return ", ".join(repr(self.members[slot.index].name) for slot in self._slots_of(bucket)[-1:])
 
     def _slots_of(self, bucket: Bucket) -> tuple[Slot, ...]:
         return self.layout.slots[bucket.first_slot : bucket.last_slot]
