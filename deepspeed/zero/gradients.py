@@ -288,7 +288,8 @@ class ShardedGradients:
         self._shard_S = torch.zeros(layout.shard_numel, dtype=dtype, device=flat.values.device)
         self._places = [_Places(flat, bucket) for bucket in layout.buckets]
         self._place_numel = largest_bucket_numel(flat)
-        self._users: list[ShardWork | None] = [None] * (scatterer.buffer.numel() // max(1, self._place_numel))
+        places = max(1, scatterer.buffer.numel() // max(1, self._place_numel))  # one even where no parameter has elements
+        self._users: list[ShardWork | None] = [None] * places
         self._next_place = 0
         self._memory: dict[tuple[int, int], tuple[Tensor, list[Tensor], list[Tensor]]] = {}
         self._last_user: dict[int, int] = {}
