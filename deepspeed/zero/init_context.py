@@ -16,8 +16,10 @@ and look parameters up alike inside the context; what one rank does alone belong
 modifier_rank=...)`, where look-ups gather nothing.
 
 [Note: what stays whole] Parameters on the meta device (until they have data, they have nothing to shard), lazy ones, and
-tensor subclasses with a placement of their own. `initialize` takes them as they are then. Tensors made by the old
-`torch.Tensor(2, 3)` keep torch's default dtype.
+tensor subclasses with a placement of their own. `initialize` takes them as they are then. What `torch.nn.utils.parametrize`
+computes a weight from has shards and stays whole besides: every look at `module.weight` computes it, also after the context.
+
+Tensors made by the old `torch.Tensor(2, 3)` keep torch's default dtype.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList
 
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
@@ -328,6 +331,8 @@ def _shard_own(module: nn.Module, holder: ShardedParameters) -> None:
     for name, param in module._parameters.items():
         if param is not None and _can_be_sharded(param):
             holder.shard(param, f"{type(module).__name__}.{name}")
+            if isinstance(module, ParametrizationList):
+                holder.fetch([param])  # and never dropped
 
 
 def _can_be_sharded(param: nn.Parameter) -> bool:

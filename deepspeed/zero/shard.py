@@ -150,7 +150,9 @@ class ShardedParameters:
             released = [(param, shard) for param, shard in held if shard.fetch_count == 0]
             for param, shard in released:
                 _refuse_other_storage(param, shard)
-            gathers = [_Gather(self.axis, param, self._follow(param, shard)) for param, shard in released]
+            for param, shard in held:
+                self._follow(param, shard)
+            gathers = [_Gather(self.axis, param, shard.values) for param, shard in released]
             for (param, shard), gather in zip(released, gathers, strict=True):
                 param.data = gather.wait()[: shard.shape.numel()].view(shard.shape)
                 set_status(param, ZeroParamStatus.AVAILABLE)
@@ -219,12 +221,13 @@ class ShardedParameters:
         shard.version = _version(param)
         set_status(param, ZeroParamStatus.NOT_AVAILABLE)
 
-    def _follow(self, param: nn.Parameter, shard: ParamShard) -> Tensor:
-        """This rank's shard in the parameter's dtype, which `module.to(dtype)` changes through the empty tensor."""
+    def _follow(self, param: nn.Parameter, shard: ParamShard) -> None:
+        """Bring the shard to the parameter's dtype, which `module.to(dtype)` changes through the empty tensor, too."""
         if shard.values.dtype != param.dtype:
             shard.values = self._at_rest(shard.values.to(param.dtype))
             publish(param, shard.shape, shard.values, group=self.axis.group)
-        return shard.values
+            if shard.fetch_count:
+                set_status(param, ZeroParamStatus.AVAILABLE)
 
     def _store(self, param: nn.Parameter, shard: ParamShard, source_rank: int) -> None:
         """One broadcast: the values as bytes, and one more byte that says whether they fit."""

@@ -449,6 +449,45 @@ def test_one_rank_may_initialise_alone_inside_gathered_parameters(world_size: in
         assert got["bias"].unique().tolist() == [5.0]
 
 
+class Parametrized(nn.Module):
+    """As speech models do: a convolution whose weight is computed from two parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(2, 3, 2)
+        with GatheredParameters(self.conv.weight, modifier_rank=0):
+            self.conv = nn.utils.parametrizations.weight_norm(self.conv, dim=2)
+        deepspeed.zero.register_external_parameter(self, self.conv.parametrizations.weight.original0)
+
+
+def _parametrize(rank: int, world_size: int) -> Tensor:
+    torch.manual_seed(rank)
+    with Init():
+        model = Parametrized()
+    originals = dict(model.conv.parametrizations.named_parameters())
+    assert all(is_sharded(p) and p.shape == p.ds_shape for p in originals.values())
+    assert model.conv.bias.numel() == 0
+    computed = model.conv.weight.detach().clone()  # outside the context and any block
+    with GatheredParameters(originals.values(), modifier_rank=0):
+        if rank == 0:
+            originals["weight.original0"].data.mul_(2.0)
+    torch.testing.assert_close(model.conv.weight.detach(), 2.0 * computed)
+    model.half()
+    with GatheredParameters(originals.values(), modifier_rank=0):
+        pass
+    torch.testing.assert_close(model.conv.weight.detach().float(), 2.0 * computed, rtol=4 * 2**-11, atol=0)  # 4 roundings
+    assert take_whole(originals["weight.original0"]).dtype is torch.float16
+    return computed
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_computed_weight_can_be_computed_at_any_time(world_size: int) -> None:
+    torch.manual_seed(0)
+    want = Parametrized().conv.weight.detach()
+    for got in run_ranks(_parametrize, world_size):
+        torch.testing.assert_close(got, want)
+
+
 # -- afterwards -------------------------------------------------------------------------------------------------------
 
 
