@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import deepspeed
 from deepspeed.errors import ArgumentError, UsageError
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
@@ -91,8 +92,9 @@ def model() -> Mixed:
 def groups(params: Iterable[nn.Parameter]) -> Groups:
     """Matrices at one rate, all else at another."""
     params = list(params)
-    matrices = [p for p in params if p.dim() > 1]
-    return [{"params": matrices, "lr": 0.02}, {"params": [p for p in params if p.dim() <= 1], "lr": 0.005}]
+    matrices = [p for p in params if len(getattr(p, "ds_shape", p.shape)) > 1]
+    others = [p for p in params if not any(p is matrix for matrix in matrices)]
+    return [{"params": matrices, "lr": 0.02}, {"params": others, "lr": 0.005}]
 
 
 def make(name: str, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -288,3 +290,21 @@ def test_a_group_at_rate_0_starts_later() -> None:
     for stage in STAGES:
         for got in run_ranks(_starts_late, 2, stage):
             assert relative_difference(got, wanted) <= FP64_ROUNDING
+
+
+def _sharded_at_birth(rank: int, world_size: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    settings = config(1, **zero(3, stage3_param_persistence_threshold=0))
+    with deepspeed.zero.Init(config_dict_or_path=settings, dtype=torch.float64):
+        built = model()
+    engine = make_engine(built, settings, optimizer=make("Adagrad", built.parameters()))
+    outcome = train(engine, make_batches(built, 2, 1, world_size), rank)
+    return outcome.weights, {name: safe_get_full_optimizer_state(p, "sum") for name, p in engine.module.named_parameters()}
+
+
+def test_state_that_an_optimizer_makes_of_sharded_parameters_starts_at_its_own_value() -> None:
+    batches = make_batches(model(), 2, 1, 2)
+    wanted = train_reference(model(), functools.partial(make, "Adagrad"), batches, unused_counts_as_zero=True)
+    sums = {name: state["sum"] for name, state in wanted.state.items() if name != "nothing"}
+    for weights, got in run_ranks(_sharded_at_birth, 2):
+        assert relative_difference(weights, wanted.weights) <= FP64_ROUNDING
+        assert relative_difference({name: got[name] for name in sums}, sums) <= STATE_ROUNDING
