@@ -276,11 +276,13 @@ def copy_from_first_rank(module: nn.Module, axis: AxisGroup) -> None:
 
 def _batches(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
     batch: list[Tensor] = []
+    numel = 0
     for tensor in tensors:
-        if batch and sum(t.numel() for t in batch) + tensor.numel() > _BROADCAST_NUMEL:
+        if batch and numel + tensor.numel() > _BROADCAST_NUMEL:
             yield batch
-            batch = []
+            batch, numel = [], 0
         batch.append(tensor)
+        numel += tensor.numel()
     yield batch
 
 

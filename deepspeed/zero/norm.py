@@ -23,7 +23,7 @@ def sum_of_squares(flats: Sequence[Tensor]) -> Tensor:
 
     Infinity or NaN among the values, or squares beyond the range of fp32, give a non-finite result.
     """
-    norms = [torch.linalg.vector_norm(rows, dim=1) for flat in flats for rows in _rows(flat)]
+    norms = [_row_norms(rows) for flat in flats for rows in _rows(flat)]
     if not norms:
         return torch.zeros((), dtype=torch.float64)
     joined = torch.cat(norms)
@@ -41,17 +41,25 @@ def total(flat: Tensor) -> Tensor:
     """Sum of all elements, a 0-d tensor: finite when all are, up to the range of the dtype (of fp32 for fp16)."""
     if flat.dtype != torch.float16:
         return flat.sum()
+    if flat.device.type != "cpu":
+        return flat.sum(dtype=torch.float32)  # converted on the fly
     blocks = torch.split(flat, _BLOCK_NUMEL)  # a sum of finite values can overflow fp16; fp32 at once would need a copy
     return torch.stack([block.sum(dtype=torch.float32) for block in blocks]).sum()
 
 
-def _rows(flat: Tensor) -> Iterator[Tensor]:
-    """`flat` in pieces of shape (rows, elements) and at least fp32; a complex number counts as its two parts.
+def _row_norms(rows: Tensor) -> Tensor:
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    return torch.linalg.vector_norm(rows, dim=1, dtype=None if rows.dtype == wide else wide)
 
-    A piece is good until the next one is asked for: those of 16-bit values share one scratch.
+
+def _rows(flat: Tensor) -> Iterator[Tensor]:
+    """`flat` in pieces of shape (rows, elements); a complex number counts as its two parts.
+
+    On the CPU a piece is at least fp32, and good until the next one is asked for: those of 16-bit values share one scratch.
+    Other devices convert while they read.
     """
     flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
-    is_16_bit = flat.dtype not in (torch.float32, torch.float64)
+    is_16_bit = flat.dtype not in (torch.float32, torch.float64) and flat.device.type == "cpu"
     scratch = torch.empty(_BLOCK_NUMEL if is_16_bit else 0, dtype=torch.float32, device=flat.device)
     for block in torch.split(flat, _BLOCK_NUMEL) if is_16_bit else (flat,):
         values = scratch[: block.numel()].copy_(block) if is_16_bit else block
