@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from deepspeed.comm import collectives
 from deepspeed.comm.backend import BackendGatherer, BackendReducer, BackendReduceScatterer
+from deepspeed.comm.board import Progress
 from deepspeed.comm.flat import (
     FlatAllReducer,
     FlatGatherer,
@@ -61,6 +62,9 @@ __all__ = [
     "flat_gatherer",
     "flat_reduce_scatterer",
 ]
+
+_PROGRESS = Progress()
+"""What ranks of this process do for others while they wait; it knows buffers weakly, so nothing has to be reset."""
 
 
 def flat_all_reducer(
@@ -101,7 +105,7 @@ def flat_all_reducer(
     memory = place.share(numel, dtype, may_share_memory, "Gradients", "reduced")
     if memory is not None:
         return SharedMemoryReducer(
-            memory, place.rank, place.ranks, rule, communication_dtype, place.patience(), _record_as("all_reduce")
+            memory, place.rank, place.ranks, rule, communication_dtype, place.patience(), _record_as("all_reduce"), _PROGRESS
         )
     return BackendReducer(numel, dtype, place.device, group, place.ranks, rule, communication_dtype, place.backend_seconds)
 
@@ -146,7 +150,14 @@ def flat_reduce_scatterer(
     memory = place.share(numel, dtype, may_share_memory, "Gradients", "reduced")
     if memory is not None:
         return SharedMemoryReduceScatterer(
-            memory, place.rank, place.ranks, rule, communication_dtype, place.patience(), _record_as("reduce_scatter_tensor")
+            memory,
+            place.rank,
+            place.ranks,
+            rule,
+            communication_dtype,
+            place.patience(),
+            _record_as("reduce_scatter_tensor"),
+            _PROGRESS,
         )
     return BackendReduceScatterer(
         numel, dtype, place.device, group, place.ranks, rule, communication_dtype, place.backend_seconds
@@ -183,7 +194,7 @@ def flat_gatherer(
     memory = place.share(numel, dtype, may_share_memory, "Parameters", "gathered")
     if memory is not None:
         record = _record_as("all_gather_into_tensor")
-        return SharedMemoryGatherer(memory, place.rank, place.ranks, place.patience(), record)
+        return SharedMemoryGatherer(memory, place.rank, place.ranks, place.patience(), record, _PROGRESS)
     return BackendGatherer(numel, dtype, place.device, group, place.ranks, place.backend_seconds)
 
 

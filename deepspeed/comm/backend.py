@@ -119,7 +119,7 @@ class BackendReduceScatterer:
         self._timeout = _limit(timeout_seconds)
         self._spare = _Spare(communication_dtype)
         backend = backend_name(group, device)
-        self._mean = BlockMean(dtype, communication_dtype, rule) if backend == "gloo" else None
+        self._mean = BlockMean(dtype, communication_dtype, rule) if (backend, device.type) == ("gloo", "cpu") else None
         is_plain = _takes_means(rule, backend)
         self._op = dist.ReduceOp.AVG if is_plain else dist.ReduceOp.SUM
         self._before, self._after = (1.0, 1.0) if is_plain else (rule.before, rule.after)
@@ -241,7 +241,7 @@ class BackendGatherer:
         self._ranks = ranks
         self._rank = dist.get_rank(group)
         self._timeout = _limit(timeout_seconds)
-        self._is_gloo = backend_name(group, device) == "gloo"
+        self._is_broadcast = backend_name(group, device) == "gloo"
         self._publication = Publication()
         self._started: list[_BackendWork] = []
 
@@ -277,7 +277,7 @@ class BackendGatherer:
     def _start(self, whole: torch.Tensor, own: torch.Tensor, bounds: tuple[int, int]) -> Work:
         if not own.numel():
             return DONE
-        if self._is_gloo:
+        if self._is_broadcast:
             mine = whole.chunk(len(self._ranks))[self._rank]
             if mine.data_ptr() != own.data_ptr():
                 mine.copy_(own)

@@ -3,6 +3,7 @@
     board      rank 0: launched | reduced | state | published | finished | ranges      one line per rank: only that rank
                rank 1: launched | reduced | state | published | finished | ranges      writes it, all read it
     Peers      "wait until all ranks have counted to n": returns, or raises an error that says who is missing and why
+    Progress   what this rank can do for others meanwhile
 
 Lives here: the words and the waiting. Does not live here: the memory under the board (`comm.shared_memory`), how to wait
 (`comm.patience`), what is done between two counts (`comm.shared_reducer`, `comm.shared_shards`, which call this).
@@ -18,12 +19,12 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from deepspeed.comm.patience import Patience, ProcessIdentity
 from deepspeed.errors import CommError, UsageError
 
-__all__ = ["Board", "Peers"]
+__all__ = ["Board", "Peers", "Progress"]
 
 
 class Board:
@@ -109,6 +110,37 @@ class Board:
         self._words[self._line + word] = value
 
 
+class _Helper(Protocol):
+    """Something that others may be waiting for."""
+
+    def progress(self) -> None:
+        """Do this rank's part of what all ranks have launched, if anything; wait for nobody."""
+
+
+class Progress:
+    """What a waiting rank does for others, so that ranks may wait for different things in different order.
+
+    Say rank 0 waits for a range of one buffer and rank 1 for one of another, and each has launched both: each does its part
+    of what the other waits for. One object serves all buffers of a process; it helps only what the same thread has built,
+    and forgets what is no longer used.
+    """
+
+    def __init__(self) -> None:
+        """Start with nothing to do."""
+        self._helpers: weakref.WeakKeyDictionary[_Helper, int] = weakref.WeakKeyDictionary()
+
+    def add(self, helper: _Helper) -> None:
+        """Let `helper` go on whenever this thread waits."""
+        self._helpers[helper] = threading.get_ident()
+
+    def make(self) -> None:
+        """Let all go on."""
+        me = threading.get_ident()
+        for helper, thread in list(self._helpers.items()):
+            if thread == me:
+                helper.progress()
+
+
 class Peers:
     """The ranks that share a board, as one of them sees them: it waits for them, fails with them, and leaves them.
 
@@ -123,6 +155,7 @@ class Peers:
         ranks: Sequence[int],
         patience: Patience,
         noun: str,
+        progress: Progress,
     ) -> None:
         """Store the parts.
 
@@ -133,6 +166,7 @@ class Peers:
             ranks: the global rank of each group rank.
             patience: how to wait, and how long.
             noun: what the ranks share, for texts: "reducer".
+            progress: what to do while waiting.
         """
         self.board = board
         self.size = len(ranks)
@@ -141,6 +175,7 @@ class Peers:
         self._rank = rank
         self._ranks = ranks
         self._noun = noun
+        self._progress = progress
         self._failure = ""
         self._is_closed = False
         self._leave = weakref.finalize(self, board.leave, Board.LEFT)  # also runs when the interpreter ends
@@ -157,6 +192,11 @@ class Peers:
         self._leave()
         self._is_closed = True
 
+    @property
+    def is_usable(self) -> bool:
+        """Whether `check_usable` would pass."""
+        return not self._is_closed and not self._failure
+
     def failed(self, error: BaseException) -> None:
         """Keep what ended the work of this rank, and tell the others. Anything counts, an interrupt too."""
         self._failure = self._failure or str(error) or repr(error)
@@ -172,16 +212,14 @@ class Peers:
         number: int,
         subject: Callable[[], str],
         doing: str,
-        meanwhile: Callable[[], None] | None = None,
     ) -> None:
-        """Block until `count(rank) >= number` on all ranks.
+        """Block until `count(rank) >= number` on all ranks; help others meanwhile.
 
         Args:
             count: one of the board's questions.
             number: what all must have reached.
             subject: what is waited for, for the error: "the mean of ...".
             doing: what the others have not done yet: "to launch it".
-            meanwhile: called again and again; does what helps others to come nearer, or returns at once.
 
         Raises:
             CommError: a rank died, left or failed before it reached the number, or the time is over.
@@ -191,8 +229,8 @@ class Peers:
         def is_ready() -> bool:
             while missing and count(missing[-1]) >= number:
                 missing.pop()
-            if missing and meanwhile is not None:
-                meanwhile()
+            if missing:
+                self._progress.make()
             return not missing
 
         def look() -> None:

@@ -7,9 +7,10 @@
 Lives here: the all-reduce of flat buffers. Does not live here: reduce-scatter and all-gather (`comm.shared_shards`), memory
 and board (`comm.shared_memory`, `comm.board`), the arithmetic (`comm.mean`). Only `comm.algorithms` calls this module.
 
-[Note: progress] A launch stores a few words and returns; the arithmetic runs inside `wait` and is shared by all ranks. So
-between a launch and its wait a rank must not block on something that another rank does only after its own wait. Programs
-in which all ranks run the same calls keep this by themselves.
+[Note: progress] A launch stores a few words and returns; the arithmetic is shared by all ranks and runs inside `wait`, and
+inside whatever else this rank waits for in shared memory (`comm.board.Progress`). So between a launch and its wait a rank
+must not block on something else that another rank does only after its own wait. Programs in which all ranks run the same
+calls keep this by themselves.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from deepspeed.comm.board import Board, Peers
+from deepspeed.comm.board import Board, Peers, Progress
 from deepspeed.comm.flat import Record, record_nothing
 from deepspeed.comm.mean import BlockMean, MeanRule, check_range, own_part
 from deepspeed.comm.patience import Patience
@@ -47,6 +48,7 @@ class SharedMemoryReducer:
         communication_dtype: torch.dtype,
         patience: Patience,
         record: Record = record_nothing,
+        progress: Progress | None = None,
     ) -> None:
         """Store the parts.
 
@@ -58,16 +60,19 @@ class SharedMemoryReducer:
             communication_dtype: contributions are rounded to it.
             patience: how to wait, and how long.
             record: told of each launch.
+            progress: that of the process; None: this reducer's own.
         """
+        progress = progress or Progress()
         self.buffer = memory.rows[rank]
         self._rows = memory.rows
         self._rank = rank
-        self._peers = Peers(memory.board, memory.processes, rank, ranks, patience, "gradient reducer")
+        self._peers = Peers(memory.board, memory.processes, rank, ranks, patience, "gradient reducer", progress)
         self._board = memory.board
         self._mean = BlockMean(self.buffer.dtype, communication_dtype, rule)
         self._record = record
         self._launched = self._reduced = self._completed = 0
         self._in_flight: deque[tuple[int, int]] = deque()  # ranges completed + 1 ... launched
+        progress.add(self)
 
     def launch(self, start: int, stop: int) -> _RangeWork:
         """Start the in-place mean of `buffer[start:stop]`; do not touch the range until `wait` has returned.
@@ -108,11 +113,11 @@ class SharedMemoryReducer:
             return
         self._peers.check_usable()
         try:
+            while self._reduced < number:  # a wait may reduce, too
+                self._await_launches(self._reduced + 1)
+                self._reduce_ready()
             # Ranges that all ranks have launched are reduced now too: the others then have less to wait for.
-            while self._reduced < number or (
-                self._reduced < self._launched and self._peers.all_reached(self._board.launched, self._reduced + 1)
-            ):
-                self._reduce_next()
+            self._reduce_ready()
             self._peers.wait(self._board.reduced, number, lambda: self._subject(number), "to reduce its part")
         except BaseException as error:  # an interrupt too may leave a range half reduced: nothing can follow
             self._peers.failed(error)
@@ -121,9 +126,23 @@ class SharedMemoryReducer:
             self._in_flight.popleft()
         self._completed = number
 
-    def _reduce_next(self) -> None:
-        number = self._reduced + 1
+    def progress(self) -> None:
+        """Reduce this rank's part of what all ranks have launched; wait for nobody."""
+        if self._reduced < self._launched and self._peers.is_usable:
+            try:
+                self._reduce_ready()
+            except BaseException as error:
+                self._peers.failed(error)
+                raise
+
+    def _await_launches(self, number: int) -> None:
         self._peers.wait(self._board.launched, number, lambda: self._subject(number), "to launch it")
+
+    def _reduce_ready(self) -> None:
+        while self._reduced < self._launched and self._peers.all_reached(self._board.launched, self._reduced + 1):
+            self._reduce(self._reduced + 1)
+
+    def _reduce(self, number: int) -> None:
         start, stop = self._range(number)
         self._peers.check_same_range(number, start, stop, lambda: self._subject(number))
         alignment = max(1, _CACHE_LINE_NBYTES // self.buffer.itemsize)

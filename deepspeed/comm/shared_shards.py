@@ -16,8 +16,9 @@ Nobody writes what is not its own: a reduce-scatter in place writes this rank's 
 reads; a gather in place writes the other ranks' parts of this rank's row, which no other rank reads either. So the only
 waits are those above.
 
-[Note: progress] What is said in `comm.shared_reducer` holds here too, but `launch` already reduces what all ranks have
-launched meanwhile, and `wait_free` goes on reducing while it waits.
+[Note: progress] The arithmetic runs inside `launch` (of what all ranks have launched meanwhile), inside `wait`, and inside
+whatever else this rank waits for in shared memory (`comm.board.Progress`). Only outside of these, in a collective of the
+back end or in user code, a rank does nothing for others; so that must not wait for what they do only after their own wait.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import NamedTuple
 
 import torch
 
-from deepspeed.comm.board import Board, Peers
+from deepspeed.comm.board import Board, Peers, Progress
 from deepspeed.comm.flat import Publication, Record, check_gathered, check_parts, check_target, record_nothing
 from deepspeed.comm.mean import BlockMean, MeanRule, check_range, own_part
 from deepspeed.comm.patience import Patience
@@ -64,18 +65,21 @@ class SharedMemoryReduceScatterer:
         communication_dtype: torch.dtype,
         patience: Patience,
         record: Record = record_nothing,
+        progress: Progress | None = None,
     ) -> None:
         """Store the parts; parameters as for `SharedMemoryReducer`."""
+        progress = progress or Progress()
         self.buffer = memory.rows[rank]
         self._rows = memory.rows
         self._rank = rank
-        self._peers = Peers(memory.board, memory.processes, rank, ranks, patience, "gradient reduce-scatterer")
+        self._peers = Peers(memory.board, memory.processes, rank, ranks, patience, "gradient reduce-scatterer", progress)
         self._board = memory.board
         self._mean = BlockMean(self.buffer.dtype, communication_dtype, rule)
         self._record = record
         self._launched = self._reduced = self._freed = 0
         self._busy: deque[tuple[int, int]] = deque()  # ranges freed + 1 ... launched
         self._pending: deque[_Launch] = deque()  # launches reduced + 1 ... launched
+        progress.add(self)
 
     def launch(self, start: int, stop: int, into: torch.Tensor | None = None, *, accumulate: bool = False) -> _PartWork:
         """See `FlatReduceScatterer`. Waits for nobody, unless `Board.SLOTS` launches are not free: then frees the oldest."""
@@ -96,7 +100,7 @@ class SharedMemoryReduceScatterer:
         self._pending.append(_Launch(start, stop, into, accumulate))
         self._board.launch(self._launched, start, stop)
         work = _PartWork(self, self._launched, self._record((stop - start) * self.buffer.itemsize, self._peers.size))
-        self._guarded(self._reduce_ready)
+        self.progress()
         return work
 
     def close(self) -> None:
@@ -108,6 +112,11 @@ class SharedMemoryReduceScatterer:
         self._rows = []
         self._pending.clear()
 
+    def progress(self) -> None:
+        """Reduce this rank's part of what all ranks have launched; wait for nobody."""
+        if self._pending and self._peers.is_usable:
+            self._guarded(self._reduce_ready)
+
     def _complete(self, number: int) -> None:
         """Block until this rank's part of range `number`, and of all before it, is reduced."""
         if number <= self._reduced:
@@ -115,10 +124,9 @@ class SharedMemoryReduceScatterer:
         self._peers.check_usable()
 
         def complete() -> None:
-            while self._reduced < number:
-                self._peers.wait(self._board.launched, self._reduced + 1, self._subject, "to launch it")
-                self._reduce_next()
-            self._reduce_ready()
+            while self._reduced < number:  # a wait may reduce, too
+                self._await_launches(self._reduced + 1, *self._pending[0][:2])
+                self._reduce_ready()
 
         self._guarded(complete)
 
@@ -131,7 +139,7 @@ class SharedMemoryReduceScatterer:
 
         def free() -> None:
             what = self._describe(*self._busy[number - self._freed - 1])
-            self._peers.wait(self._board.reduced, number, lambda: what, "to reduce its part", self._reduce_ready)
+            self._peers.wait(self._board.reduced, number, lambda: what, "to reduce its part")
 
         self._guarded(free)
         for _ in range(number - self._freed):
@@ -145,23 +153,20 @@ class SharedMemoryReduceScatterer:
             self._peers.failed(error)
             raise
 
-    def _reduce_ready(self) -> None:
-        """Reduce this rank's part of whatever all ranks have launched; return when that is done."""
-        while self._pending and self._peers.all_reached(self._board.launched, self._reduced + 1):
-            self._reduce_next()
+    def _await_launches(self, number: int, start: int, stop: int) -> None:
+        self._peers.wait(self._board.launched, number, lambda: self._describe(start, stop), "to launch it")
 
-    def _reduce_next(self) -> None:
-        """Reduce the oldest pending launch, which all ranks have launched."""
-        start, stop, into, accumulate = self._pending[0]
-        number = self._reduced + 1
-        self._peers.check_same_range(number, start, stop, self._subject)
+    def _reduce_ready(self) -> None:
+        while self._pending and self._peers.all_reached(self._board.launched, self._reduced + 1):
+            self._reduce(self._reduced + 1, *self._pending[0])
+
+    def _reduce(self, number: int, start: int, stop: int, into: torch.Tensor, accumulate: bool) -> None:
+        """Reduce this rank's part of the oldest pending launch, which all ranks have launched."""
+        self._peers.check_same_range(number, start, stop, lambda: self._describe(start, stop))
         self._mean.reduce(self._rows, *own_part(start, stop, self._rank, self._peers.size), into, accumulate)
         self._board.reduce(number)
         self._reduced = number
         self._pending.popleft()
-
-    def _subject(self) -> str:
-        return self._describe(self._pending[0].start, self._pending[0].stop)
 
     def _describe(self, start: int, stop: int) -> str:
         return f"the reduce-scatter of gradient elements [{start}, {stop}) of {self.buffer.numel()}"
@@ -195,13 +200,21 @@ class SharedMemoryGatherer:
     """
 
     def __init__(
-        self, memory: SharedMemory, rank: int, ranks: Sequence[int], patience: Patience, record: Record = record_nothing
+        self,
+        memory: SharedMemory,
+        rank: int,
+        ranks: Sequence[int],
+        patience: Patience,
+        record: Record = record_nothing,
+        progress: Progress | None = None,
     ) -> None:
         """Store the parts; parameters as for `SharedMemoryReducer`."""
         self.buffer = memory.rows[rank]
         self._rows = memory.rows
         self._rank = rank
-        self._peers = Peers(memory.board, memory.processes, rank, ranks, patience, "parameter gatherer")
+        self._peers = Peers(
+            memory.board, memory.processes, rank, ranks, patience, "parameter gatherer", progress or Progress()
+        )
         self._board = memory.board
         self._record = record
         self._publication = Publication()

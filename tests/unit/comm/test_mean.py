@@ -166,3 +166,68 @@ def test_a_division_before_the_sum_rounds_as_the_back_end_would(dtype: torch.dty
     BlockMean(dtype, dtype, rule).write(rows, 0, 1000)
 
     assert all(torch.equal(row, expected) for row in rows)
+
+
+# -------------------------------------------------------------------- into a shard
+
+_RULES = [
+    MeanRule(3),
+    MeanRule(3, prescale=True),
+    MeanRule(3, predivide_factor=7.0),
+    MeanRule(2),
+    MeanRule(2, prescale=True),
+]
+_DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("rule", _RULES, ids=str)
+@pytest.mark.parametrize("communication_dtype", _DTYPES)
+@pytest.mark.parametrize("dtype", _DTYPES)
+def test_a_shard_gets_the_bits_that_every_row_would_get(
+    dtype: torch.dtype, communication_dtype: torch.dtype, rule: MeanRule
+) -> None:
+    rows = _rows(rule.world_size, BLOCK_NUMEL + 1000, dtype)
+    written = [row.clone() for row in rows]
+    before = [row.clone() for row in rows]
+    start, stop = 7, BLOCK_NUMEL + 990
+    mean = BlockMean(dtype, communication_dtype, rule)
+    mean.write(written, start, stop)
+    expected = written[0][start:stop]
+
+    for into_dtype in _DTYPES:
+        shard = torch.full((stop - start,), torch.nan, dtype=into_dtype)
+        mean.reduce(rows, start, stop, shard)
+        assert torch.equal(shard.nan_to_num(), expected.to(into_dtype).nan_to_num())
+    assert all(torch.equal(row, old) for row, old in zip(rows, before, strict=True))
+
+
+@pytest.mark.parametrize("own", [0, 1, 2])
+@pytest.mark.parametrize("rule", _RULES[:3], ids=str)
+@pytest.mark.parametrize("dtype", _DTYPES)
+def test_a_shard_may_be_the_range_of_any_row(dtype: torch.dtype, rule: MeanRule, own: int) -> None:
+    rows = _rows(3, 1000, dtype)
+    written = [row.clone() for row in rows]
+    mean = BlockMean(dtype, dtype, rule)
+    mean.write(written, 10, 990)
+
+    mean.reduce(rows, 10, 990, rows[own][10:990])
+
+    assert torch.equal(rows[own][10:990], written[0][10:990])
+
+
+@pytest.mark.parametrize("into_dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_accumulating_adds_the_rounded_mean_and_rounds_once(
+    world_size: int, dtype: torch.dtype, into_dtype: torch.dtype
+) -> None:
+    rows = _rows(world_size, BLOCK_NUMEL + 10, dtype)
+    mean = BlockMean(dtype, dtype, MeanRule(world_size))
+    rounded = torch.empty(BLOCK_NUMEL + 10, dtype=dtype)
+    mean.reduce(rows, 0, BLOCK_NUMEL + 10, rounded)
+    shard = torch.randn(BLOCK_NUMEL + 10).to(into_dtype)
+    expected = (shard.to(torch.promote_types(dtype, into_dtype)) + rounded).to(into_dtype)
+
+    mean.reduce(rows, 0, BLOCK_NUMEL + 10, shard, accumulate=True)
+
+    assert torch.equal(shard, expected)
