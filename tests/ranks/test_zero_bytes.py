@@ -1,0 +1,155 @@
+"""What a rank keeps and what it sends, at each ZeRO stage: the formulas of the paper, measured.
+
+bf16 with Adam: 2 bytes of weight, 2 of gradient and 12 of optimizer state (master and two moments) per parameter, divided by
+the ranks from the stage on that shards them. Source: ZeRO (arXiv:1910.02054), sections 3.1, 5 and 7.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deepspeed.comm import mean
+from deepspeed.comm.recorder import RECORDER
+from deepspeed.zero import master
+from tests.support.engines import config, make_engine, zero
+from tests.support.models import TinyModel, build, cast_batches, make_batches
+from tests.support.ranks import run_ranks
+
+STAGES = (0, 1, 2, 3)
+LAYERS = 96
+BUCKET_NUMEL = 4_200  # one layer
+SHARDED = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+
+
+class Deep(TinyModel):
+    """Many layers of one size, so that buckets in flight, scratch and padding are small beside the whole."""
+
+    VALUES = 64
+
+    def __init__(self, layers: int = LAYERS) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(self.VALUES, self.VALUES) for _ in range(layers))
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        for layer in self.layers:
+            inputs = inputs + torch.tanh(layer(inputs)) / LAYERS
+        return F.mse_loss(inputs.float(), targets.float())
+
+
+NUMEL = LAYERS * Deep.VALUES * (Deep.VALUES + 1)
+LAYER_NUMEL = Deep.VALUES * (Deep.VALUES + 1)
+
+
+def _engine(stage: int, accumulation: int = 1, **keys: Any) -> Any:
+    model = build(Deep)
+    blocks = zero(stage, reduce_bucket_size=BUCKET_NUMEL, allgather_bucket_size=BUCKET_NUMEL, **keys)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return make_engine(model, config(accumulation, bf16={"enabled": True}, **blocks), optimizer=optimizer)
+
+
+def _steps(engine: Any, rank: int, world_size: int, steps: int = 1, accumulation: int = 1) -> None:
+    for step in cast_batches(make_batches(build(Deep), steps, accumulation, world_size), torch.bfloat16):
+        for micro in step:
+            engine.backward(engine(*micro[rank]))
+            engine.step()
+
+
+# -- bytes at rest ----------------------------------------------------------------------------------------------------
+
+
+def _bytes_of_tensors() -> dict[str, int]:
+    """Bytes by the place of every storage that a tensor of this process uses.
+
+    Memory that ranks share is placed by the number of its file, so that a rank's view of its peers' is not counted twice.
+    """
+    shared = [(low, high, node) for low, high, node in _mappings() if node]
+    found: dict[str, int] = {}
+    for each in gc.get_objects():
+        if issubclass(type(each), Tensor) and each.layout == torch.strided:
+            storage = each.untyped_storage()
+            address = storage.data_ptr()
+            nodes = [f"file {node} + {address - low}" for low, high, node in shared if low <= address < high]
+            found[nodes[0] if nodes else f"address {address}"] = storage.nbytes()
+    return found
+
+
+def _mappings() -> list[tuple[int, int, str]]:
+    """(first address, last address, number of the file or "") of every mapping of memory without a name on disk."""
+    found = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, _, _, _, node, *name = line.split(maxsplit=5)
+        low, high = (int(each, 16) for each in addresses.split("-"))
+        found.append((low, high, node if name and name[0].startswith("/memfd:") else ""))
+    return found
+
+
+def _at_rest(rank: int, world_size: int, stage: int) -> dict[str, int]:
+    # Scratch of the walk and of the mean has a fixed size, made for models a thousand times larger. This process ends here.
+    master.SUB_GROUP_NUMEL["cpu"] = mean.BLOCK_NUMEL = BUCKET_NUMEL
+    before = _bytes_of_tensors()
+    engine = _engine(stage, **(SHARDED if stage == 3 else {}))
+    _steps(engine, rank, world_size, steps=2)
+    gc.collect()
+    after = _bytes_of_tensors()
+    assert engine.global_steps == 2
+    return {place: nbytes for place, nbytes in after.items() if place not in before}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_keeps_what_the_formula_says(stage: int, world_size: int) -> None:
+    ranks = run_ranks(_at_rest, world_size, stage)
+    shared = {place: nbytes for rank in ranks for place, nbytes in rank.items() if place.startswith("file")}
+    private = [sum(nbytes for place, nbytes in rank.items() if place not in shared) for rank in ranks]
+    per_rank = [each + sum(shared.values()) / world_size for each in private]
+    weight, gradient, state = (
+        each / (world_size if stage >= shards_from else 1) for each, shards_from in ((2, 3), (2, 2), (12, 1))
+    )
+    formula = NUMEL * (weight + gradient + state)
+    # On top come padding, a cache line of 32 numbers per rank and bucket; two buckets in flight; three blocks of scratch.
+    padding = LAYERS * 32 * world_size * (weight + gradient + state)
+    extra = padding + 2 * 2 * BUCKET_NUMEL + (4 + 4 + 2) * BUCKET_NUMEL
+    assert all(0.98 * formula <= nbytes <= 1.02 * formula + extra for nbytes in per_rank), (per_rank, formula, extra)
+
+
+# -- bytes sent -------------------------------------------------------------------------------------------------------
+
+OPERATIONS = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor")
+
+
+def _sent(rank: int, world_size: int, stage: int, accumulation: int) -> Counter[str]:
+    engine = _engine(stage, accumulation, **(SHARDED if stage == 3 else {}))
+    _steps(engine, rank, world_size, 2, accumulation)  # in the first step ranks learn from each other
+    RECORDER.enabled = True
+    _steps(engine, rank, world_size, 1, accumulation)
+    RECORDER.enabled = False
+    return Counter(
+        {name: sum(n * each[0] for n, each in RECORDER.comms_dict[name].items()) for name in RECORDER.operations()}
+    )
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_sends_what_the_formula_says(stage: int, accumulation: int) -> None:
+    (sent, other) = run_ranks(_sent, 2, stage, accumulation)
+    assert sent == other
+    assert set(sent) <= set(OPERATIONS)
+    reductions = accumulation if stage >= 2 else 1  # a sharded gradient cannot wait for the boundary
+    gathers = {0: 0, 1: 1, 2: 1, 3: 2 * accumulation}[stage]  # stage 3: once for forward, once for backward
+    if stage == 0:  # a sum that everybody gets is a reduction to shards and a gathering of them
+        wanted = {"all_reduce": 2 * NUMEL}
+    else:
+        wanted = {"reduce_scatter_tensor": 2 * NUMEL * reductions, "all_gather_into_tensor": 2 * NUMEL * gathers}
+    for name in OPERATIONS:
+        # 1 %, and the norm: a few numbers
+        assert abs(sent[name] - wanted.get(name, 0)) <= 0.01 * wanted.get(name, 0) + 64, (name, sent, wanted)
+    volume = (2 if stage == 0 else 1) * sum(sent[name] for name in wanted) / 2
+    assert volume == pytest.approx(NUMEL * (2 if stage == 0 else reductions + gathers), rel=0.01)
