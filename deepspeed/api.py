@@ -2,11 +2,16 @@
 
 args, model, config ---> comm.world (process group) ---> config (every fault at once) ---> topology.mesh
 ---> engine.build (chooses the parts) ---> engine, optimizer, loader, schedule
+
+In a job of `deepspeed verify` the config may be replaced by its stage 0, and the engine is recorded.
 """
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -23,13 +28,17 @@ from deepspeed.config.arguments import config_from_args
 from deepspeed.config.load import load_config
 from deepspeed.engine.build import EngineRequest, build_engine
 from deepspeed.engine.engine import DeepSpeedEngine
+from deepspeed.engine.recording import StepRecorder
 from deepspeed.errors import ArgumentError, UnbuiltFeatureError
+from deepspeed.launcher.verification import Verification
 from deepspeed.topology.groups import set_current
 from deepspeed.topology.mesh import ParallelMesh
 from deepspeed.version import version
 
 DeepSpeedOptimizerCallable = Callable[[Iterable[nn.Parameter]], Optimizer]
 DeepSpeedSchedulerCallable = Callable[[Optimizer], Any]
+
+_engines = itertools.count()  # numbers of the engines of this process, for `deepspeed verify`
 
 
 def initialize(
@@ -77,6 +86,9 @@ def initialize(
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"initialize(model={model!r}): a torch.nn.Module is needed. Pass the model to train.")
     source = _one_config(args, config, config_params)
+    verification = Verification.from_environ(os.environ)
+    if verification is not None:
+        source = verification.config(load_config(source))
     init_distributed(
         dist_backend=get_accelerator().communication_backend_name(),
         distributed_port=distributed_port,
@@ -107,6 +119,10 @@ def initialize(
             mpu=mpu,
         )
     )
+    if verification is not None and engine.optimizer is not None:
+        facts = {"stage": str(parsed.zero_optimization.stage), "ranks": str(get_world_size())}
+        file = partial(verification.file, next(_engines))
+        StepRecorder(engine, file, verification.steps, facts).start()
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

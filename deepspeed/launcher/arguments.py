@@ -13,11 +13,12 @@ from pathlib import Path
 
 from deepspeed.launcher.ports import DEFAULT_PORT
 
-__all__ = ["DLTS_HOSTFILE", "launch_argv", "parse_launch_args", "parse_runner_args", "rank_argv"]
+__all__ = ["DLTS_HOSTFILE", "launch_argv", "parse_launch_args", "parse_runner_args", "parse_verify_args", "rank_argv"]
 
 DLTS_HOSTFILE = os.environ.get("DLTS_HOSTFILE", "/job/hostfile")
 """The hostfile that is read when none is given."""
 
+_ABOUT_SCRIPT = "Everything after the script is passed to it unchanged. A lone -- may stand before the script."
 _BACK_ENDS = ("pdsh", "openmpi", "mpich", "impi", "mvapich", "slurm")
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 
@@ -27,11 +28,43 @@ _SEPARATOR = "\0--"
 
 def parse_runner_args(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line of `deepspeed`; None means that of this process. Exits with status 2 when it is wrong."""
+    description = "Start a training script on one or more hosts, one process per device."
     parser = argparse.ArgumentParser(
         prog="deepspeed",
-        description="Start a training script on one or more hosts, one process per device.",
-        epilog="Everything after the script is passed to it unchanged. A lone -- may stand before the script.",
+        description=description,
+        epilog=f"{_ABOUT_SCRIPT} `deepspeed verify --help` tells how to compare ZeRO stages on a script.",
     )
+    return _parse_runner(parser, words)
+
+
+def parse_verify_args(words: Sequence[str]) -> argparse.Namespace:
+    """Read what follows `deepspeed verify`: flags of its own among those of `deepspeed`. Exits as above."""
+    parser = argparse.ArgumentParser(
+        prog="deepspeed verify",
+        description="Run the first steps of a training script twice, at ZeRO stage 0 and as its config says, and compare "
+        "the parameters. Exits with 0 when they agree, with 1 when they do not.",
+        epilog=f"{_ABOUT_SCRIPT} The script must seed what is random in it.",
+    )
+    group = parser.add_argument_group("the comparison")
+    group.add_argument("--steps", type=_positive, default=3, help="steps to run; default: 3")
+    group.add_argument(
+        "--tolerance",
+        type=float,
+        default=1e-3,
+        help="how far a parameter may be off, as part of the largest change it has made; default: 0.001",
+    )
+    group.add_argument("--keep", metavar="FOLDER", help="leave the recorded parameters there, as safetensors files")
+    return _parse_runner(parser, words)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be 1 or more")
+    return number
+
+
+def _parse_runner(parser: argparse.ArgumentParser, words: Sequence[str] | None) -> argparse.Namespace:
     _add_resource_flags(parser.add_argument_group("which hosts and devices"))
     unbuilt = "of these only --no_ssh works in this version; the others are understood"
     _add_host_flags(parser.add_argument_group("several hosts", unbuilt))
