@@ -25,7 +25,7 @@ Tensors made by the old `torch.Tensor(2, 3)` keep torch's default dtype.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -171,7 +171,8 @@ class Init:
             pin_memory=self._settings.pin_memory,
         )
         if module is not None:
-            _shard_below([module], self._holder)
+            for below in module.modules():
+                _shard_own(below, self._holder)
 
     def __enter__(self) -> Init:
         if self.enabled:
@@ -247,7 +248,8 @@ class _Context:
     def finish(self) -> None:
         """Shard what was looked up or added since its module was built, and check that no write was lost."""
         self.close_all()
-        _shard_below(self._built, self._holder)
+        for module in self._built:
+            _shard_own(module, self._holder)
         self._built.clear()
         self._holder.refuse_lost_writes()
 
@@ -314,25 +316,16 @@ class _Context:
 # -- sharding what a module has ---------------------------------------------------------------------------------------
 
 
-def _shard_below(roots: Sequence[nn.Module], holder: ShardedParameters) -> None:
-    """Shard every parameter of `roots` and the modules below them, in an order that is the same on all ranks."""
-    seen: set[int] = set()
-    waiting = list(reversed(roots))
-    while waiting:
-        module = waiting.pop()
-        if id(module) not in seen:
-            seen.add(id(module))
-            _shard_own(module, holder)
-            waiting.extend(reversed(list(module.children())))
-
-
 def _shard_own(module: nn.Module, holder: ShardedParameters) -> None:
     attach_external_tables([module])
-    for name, param in module._parameters.items():
-        if param is not None and _can_be_sharded(param):
-            holder.shard(param, f"{type(module).__name__}.{name}")
-            if isinstance(module, ParametrizationList):
-                holder.fetch([param])  # and never dropped
+    named = {
+        f"{type(module).__name__}.{name}": param
+        for name, param in module._parameters.items()
+        if param is not None and _can_be_sharded(param)
+    }
+    holder.shard(named)
+    if isinstance(module, ParametrizationList):
+        holder.fetch(list(named.values()))  # and never dropped
 
 
 def _can_be_sharded(param: nn.Parameter) -> bool:

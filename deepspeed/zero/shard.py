@@ -5,8 +5,8 @@
     param.data         empty, shape (0,)                              released
                        |a a a a a a a a| in the parameter's shape     fetched
 
-    shard   rank 0's values are dealt out: one scatter
-    fetch   one all-gather per parameter, all started before the first is waited for
+    shard   rank 0's values are dealt out: a scatter, small parameters of a module together
+    fetch   all-gathers, small parameters together, all started before the first is waited for
     store   one rank's values go to all ranks, each keeps its part
     drop    the last one forgets the gathered buffer, and with it what nobody stored
 
@@ -22,9 +22,10 @@ count up `param._version`; a parameter of which it rose while released was writt
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +48,9 @@ __all__ = [
     "whole_shape",
     "whole_values",
 ]
+
+_TOGETHER_NBYTES = 1 << 20  # of each rank's shards: above it, the copy costs more than the collective that it saves
+_Item = TypeVar("_Item")
 
 
 @dataclass
@@ -92,11 +96,13 @@ class ShardedParameters:
 
     # -- taking and giving up parameters ------------------------------------------------------------------------------
 
-    def shard(self, param: nn.Parameter, name: str) -> None:
-        """Deal the values of the group's first rank out to all and make `param.data` empty."""
+    def shard(self, named: Mapping[str, nn.Parameter]) -> None:
+        """Deal the values of the group's first rank out to all and make `param.data` empty, for each parameter."""
         with _plain_tensors():
-            shard_S = self._at_rest(self._deal(param.detach()))
-            self._adopt(param, ParamShard(name, param.shape, shard_S))
+            for batch in _batches(list(named.items()), lambda item: item[1].nbytes // self.axis.size):
+                flats = [param.detach().to(self.device).reshape(-1) for _, param in batch]
+                for (name, param), shard_S in zip(batch, self._deal(flats), strict=True):
+                    self._adopt(param, ParamShard(name, param.shape, self._at_rest(shard_S)))
 
     def copy_sharded(self, param: nn.Parameter) -> nn.Parameter:
         """Return a new parameter with the same values, sharded likewise; nothing is communicated."""
@@ -118,19 +124,22 @@ class ShardedParameters:
         publish(param, shard.shape, shard.values, group=self.axis.group)
         self._release(param, shard)
 
-    def _deal(self, values: Tensor) -> Tensor:
-        flat = values.to(self.device).reshape(-1)
-        world_size, numel = self.axis.size, flat.numel()
-        shard_numel = -(-numel // world_size)
-        if world_size == 1 or numel == 0:
-            return flat.clone()
-        mine = torch.empty(shard_numel, dtype=flat.dtype, device=self.device)
+    def _deal(self, flats: Sequence[Tensor]) -> list[Tensor]:
+        """This rank's shards of 1-D tensors of which the first rank's count, in one collective."""
+        world_size = self.axis.size
+        if world_size == 1:
+            return [flat.clone() for flat in flats]
+        mine = [flat.new_zeros(-(-flat.numel() // world_size)) for flat in flats]
+        nbytes = [shard_S.nbytes for shard_S in mine]
+        received = torch.empty(sum(nbytes), dtype=torch.uint8, device=self.device)
+        if received.numel() == 0:
+            return mine
         parts = None
         if self.axis.rank == 0:
-            padded = torch.zeros(world_size * shard_numel, dtype=flat.dtype, device=self.device)
-            padded[:numel].copy_(flat)
-            parts = list(_as_bytes(padded).view(world_size, -1))
-        comm.scatter(_as_bytes(mine), parts, src=self.axis.ranks[0], group=self.axis.group)
+            parts = [_joined([_part(flat, world_size, rank) for flat in flats]) for rank in range(world_size)]
+        comm.scatter(received, parts, src=self.axis.ranks[0], group=self.axis.group)
+        for shard_S, piece in zip(mine, torch.split(received, nbytes), strict=True):
+            _as_bytes(shard_S).copy_(piece)
         return mine
 
     def _at_rest(self, shard_S: Tensor) -> Tensor:
@@ -152,10 +161,12 @@ class ShardedParameters:
                 _refuse_other_storage(param, shard)
             for param, shard in held:
                 self._follow(param, shard)
-            gathers = [_Gather(self.axis, param, shard.values) for param, shard in released]
-            for (param, shard), gather in zip(released, gathers, strict=True):
-                param.data = gather.wait()[: shard.shape.numel()].view(shard.shape)
-                set_status(param, ZeroParamStatus.AVAILABLE)
+            batches = list(_batches(released, lambda pair: pair[1].values.nbytes))
+            gathers = [_Gather(self.axis, [shard.values for _, shard in batch], self.device) for batch in batches]
+            for batch, gather in zip(batches, gathers, strict=True):
+                for (param, shard), whole_F in zip(batch, gather.wait(), strict=True):
+                    param.data = whole_F[: shard.shape.numel()].view(shard.shape)
+                    set_status(param, ZeroParamStatus.AVAILABLE)
             for _, shard in held:  # last: after a gather that failed nothing counts as fetched
                 shard.fetch_count += 1
 
@@ -250,23 +261,24 @@ class ShardedParameters:
 
 
 class _Gather:
-    """One parameter on its way to being whole. The shard stays referenced until it is over."""
+    """Several parameters on their way to being whole, in one collective."""
 
-    def __init__(self, axis: AxisGroup, param: nn.Parameter, shard_S: Tensor) -> None:
-        self._mine = shard_S.to(param.device)
+    def __init__(self, axis: AxisGroup, shards: Sequence[Tensor], device: torch.device) -> None:
+        self._axis = axis
+        self._shards = [shard_S.to(device) for shard_S in shards]
         self._work: Work | None = None
-        if axis.size == 1 or shard_S.numel() == 0:
-            self._whole_F = self._mine.clone()
-            return
-        self._whole_F = torch.empty(axis.size * shard_S.numel(), dtype=shard_S.dtype, device=param.device)
-        self._work = comm.all_gather_into_tensor(
-            _as_bytes(self._whole_F), _as_bytes(self._mine), group=axis.group, async_op=True
-        )
+        if axis.size > 1 and any(shard_S.numel() for shard_S in shards):
+            self._mine = _joined(self._shards)  # referenced until the gather is over
+            self._whole = torch.empty(axis.size * self._mine.numel(), dtype=torch.uint8, device=device)
+            self._work = comm.all_gather_into_tensor(self._whole, self._mine, group=axis.group, async_op=True)
 
-    def wait(self) -> Tensor:
-        if self._work is not None:
-            self._work.wait()
-        return self._whole_F
+    def wait(self) -> list[Tensor]:
+        """The whole values of each, 1-D and padded. Those of one alone are not copied again."""
+        if self._work is None:
+            return [shard_S.clone() for shard_S in self._shards]
+        self._work.wait()
+        columns = torch.split(self._whole.view(self._axis.size, -1), [shard_S.nbytes for shard_S in self._shards], dim=1)
+        return [column.reshape(-1).view(shard_S.dtype) for column, shard_S in zip(columns, self._shards, strict=True)]
 
 
 # -- what an engine needs to take parameters over ---------------------------------------------------------------------
@@ -334,6 +346,32 @@ def _plain_tensors() -> Iterator[None]:
     """Make tensors that training can use, even if the caller is in `torch.inference_mode`."""
     with torch.inference_mode(mode=False), torch.no_grad():
         yield
+
+
+def _batches(items: Sequence[_Item], nbytes_of: Callable[[_Item], int]) -> Iterator[list[_Item]]:
+    """Cut into runs that travel together: many small ones, or one large one."""
+    batch: list[_Item] = []
+    nbytes = 0
+    for item in items:
+        if batch and nbytes + nbytes_of(item) > _TOGETHER_NBYTES:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(item)
+        nbytes += nbytes_of(item)
+    if batch:
+        yield batch
+
+
+def _part(flat: Tensor, world_size: int, rank: int) -> Tensor:
+    """What `rank` gets of `flat`: a view, or a copy where it needs padding."""
+    shard_numel = -(-flat.numel() // world_size)
+    part = flat[rank * shard_numel : (rank + 1) * shard_numel]
+    return torch.cat([part, part.new_zeros(shard_numel - part.numel())]) if part.numel() < shard_numel else part
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """The bytes of 1-D tensors one after another; those of one alone are not copied."""
+    return _as_bytes(tensors[0]) if len(tensors) == 1 else torch.cat([_as_bytes(tensor) for tensor in tensors])
 
 
 def _as_bytes(flat: Tensor) -> Tensor:
