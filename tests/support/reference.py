@@ -14,7 +14,6 @@ Called by tests of whole trainings; models and batches are `tests.support.models
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -140,14 +139,20 @@ class _Averager:
         if own is None:
             return None
         if self.is_per_micro_batch:
-            return self._sum([self._over_ranks(per_rank, own) for per_rank in per_micro_batch])
-        return self._over_ranks([self._sum(of_rank) for of_rank in zip(*per_micro_batch, strict=True)], own)
+            return self._sum([self._over_ranks(per_rank, own, own) for per_rank in per_micro_batch])
+        kept_in = self.accumulation_dtype or own
+        return self._over_ranks([self._sum(of_rank) for of_rank in zip(*per_micro_batch, strict=True)], own, kept_in)
 
     def _sum(self, gradients: Sequence[Tensor | None]) -> Tensor | None:
-        kept = [g.to(self.accumulation_dtype or g.dtype) for g in gradients if g is not None]
-        return functools.reduce(torch.add, kept) if kept else None
+        present = [g for g in gradients if g is not None]
+        if not present:
+            return None
+        total = present[0].to(self.accumulation_dtype or present[0].dtype)
+        for gradient in present[1:]:
+            total = (total + gradient).to(total.dtype)  # added in the wider of the two, rounded once
+        return total
 
-    def _over_ranks(self, gradients: Sequence[Tensor | None], own: torch.dtype) -> Tensor | None:
+    def _over_ranks(self, gradients: Sequence[Tensor | None], own: torch.dtype, kept_in: torch.dtype) -> Tensor | None:
         present = [g for g in gradients if g is not None]
         if not present or len(gradients) == 1:
             return present[0] if present else None
@@ -156,7 +161,7 @@ class _Averager:
         total = torch.zeros_like(present[0], dtype=wide)
         for gradient in present:
             total += gradient.to(sent).to(wide)
-        return (total / len(gradients)).to(sent).to(self.accumulation_dtype or own)
+        return (total / len(gradients)).to(sent).to(kept_in)
 
 
 def _mean_gradients(

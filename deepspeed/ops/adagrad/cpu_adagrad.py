@@ -33,7 +33,6 @@ class DeepSpeedCPUAdagrad(GroupOptimizer):
 
     state_keys: ClassVar[tuple[str, ...]] = ("sum",)
     host_only = True
-    kernel_is_exact = True
 
     def __init__(
         self,
