@@ -186,6 +186,8 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, CheckpointMembers, nn.Mod
         self._refuse_changed_freezing()
         if parts.coordinator is not None:
             parts.coordinator.before_update()
+        if parts.coordinator is not None:
+            parts.coordinator.before_update()
         outcome = self.optimizer.update(self.global_steps + 1)
         self._undecided = UndecidedStep(outcome, self.lr_scheduler, self.optimizer)
         is_known = outcome.is_known()

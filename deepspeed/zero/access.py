@@ -139,6 +139,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     flat, position = _place("safe_set_local_fp32_param", param, None)
     parts = _master(flat, position)
     _require_numel("safe_set_local_fp32_param", parts, value)
+    flat.before_edit()
     with torch.no_grad(), flat.rewriting():
         _write_joined(parts, value)
         for fragment, _ in parts:

@@ -118,8 +118,8 @@ class FlatGroup:
     """The parameters of one kind, moved into a flat layout.
 
     Constructing it re-points `param.data` of every member at the buffer, or empties it (`kind.is_sharded`), one by one.
-    `on_replaced` runs when another engine takes one of the parameters over; `optimizer` gives the
-    `zero.optimizer.ZeroOptimizer` that steps the group, while there is one.
+    `on_replaced` runs when another engine takes one of the parameters over; `before_edit` before values are replaced from
+    outside a step; `optimizer` gives the `zero.optimizer.ZeroOptimizer` that steps the group, while there is one.
 
     Args:
         members: in order of use.
@@ -149,6 +149,7 @@ class FlatGroup:
         self.gatherer = gatherer
         self.axis = axis
         self.on_replaced: Callable[[], None] = self.release
+        self.before_edit: Callable[[], None] = lambda: None
         self.optimizer: Callable[[], object | None] = lambda: None
         self.values = gatherer.buffer
         self.extents = tuple(self._extents())
@@ -249,6 +250,7 @@ class FlatGroup:
     def write_parameter(self, position: int, whole: Tensor) -> None:
         """Replace the parameter at `layout.slots[position]`, masters included. All ranks give the same value."""
         slot = self.layout.slots[position]
+        self.before_edit()
         with torch.no_grad(), self.rewriting():
             flat = whole.detach().reshape(-1)
             if not self.is_sharded:
@@ -330,6 +332,7 @@ class FlatGroup:
     @contextmanager
     def replacing(self) -> Iterator[None]:
         """Write `own_master` inside; afterwards the model holds it. All ranks of the shard axis enter it."""
+        self.before_edit()
         with self.rewriting():
             yield
             self.write_back_all()

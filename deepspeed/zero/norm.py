@@ -15,7 +15,7 @@ from deepspeed import comm
 from deepspeed.topology.mesh import AxisGroup
 
 _ROW_NUMEL = 1024  # short enough that an fp32 sum keeps six to seven digits
-_BLOCK_NUMEL = _ROW_NUMEL << 6  # of 16-bit values: converted in the cache, not in memory
+_BLOCK_NUMEL = _ROW_NUMEL << 8  # of 16-bit values: converted in the cache, not in memory
 
 
 def sum_of_squares(flats: Sequence[Tensor]) -> Tensor:
@@ -49,7 +49,8 @@ def total(flat: Tensor) -> Tensor:
 
 def _row_norms(rows: Tensor) -> Tensor:
     wide = torch.promote_types(rows.dtype, torch.float32)
-    return torch.linalg.vector_norm(rows, dim=1, dtype=None if rows.dtype == wide else wide)
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=None if rows.dtype == wide else wide)
+    return norms
 
 
 def _rows(flat: Tensor) -> Iterator[Tensor]:
