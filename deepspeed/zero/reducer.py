@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from deepspeed import comm
+from deepspeed.comm.watch import naming
 from deepspeed.errors import UsageError
 from deepspeed.topology.mesh import AxisGroup
 from deepspeed.zero.flat import FlatGroup
@@ -54,12 +55,16 @@ class _Bucket:
         self.slots = flat.layout.slots[bucket.first_slot : bucket.last_slot]
         self.order = min(flat.members[slot.index].order for slot in self.slots)
         self.pending = len(self.slots)
+        self.was_full = False
+        """All gradients have arrived in some backward since the last update."""
+
         self.is_launched = False
         self.is_deferred = False
         """Launched at the end of backward only ([Note: arrivals are learned])."""
 
         self.has_arrived_late = False
         self.has_nonfinite: Tensor | None = None
+        self._label = f"gradients of {self.names()}"
 
     def launch(self) -> None:
         """Start the mean over ranks; remember whether this rank brought a non-finite value."""
@@ -69,17 +74,26 @@ class _Bucket:
         if self.axis.size > 1:
             bad = torch.isfinite(total(mine)).logical_not()
             self.has_nonfinite = bad if self.has_nonfinite is None else self.has_nonfinite | bad
-        self._start()
+        with naming(self._label):
+            self._start()
 
     def _start(self) -> None:
         self.flat.gradients.launch(self.number)
 
+    def take_over(self) -> None:
+        """Bring gradients into a store that adds up micro-batches itself, in its own dtype, when nothing is reduced now."""
+        store = self.flat.gradients
+        if not (store.keeps_param_grads or store.reduces_every_backward):
+            store.collect(self.number)
+
     def wait(self) -> None:
         """Block (the caller, or its stream) until the bucket is reduced."""
-        self.flat.gradients.wait(self.number)
+        with naming(self._label):
+            self.flat.gradients.wait(self.number)
 
     def reset(self) -> None:
         """Be ready for the next backward."""
+        self.was_full |= self.pending <= 0
         self.pending = len(self.slots)
         self.is_launched = self.has_arrived_late = False
 
@@ -155,9 +169,9 @@ class GradientReducer:
         self._buckets = sorted(buckets, key=lambda bucket: -bucket.order)  # backward ends them in about this order
         self._next = 0
         self.reduces_every_backward = any(flat.gradients.reduces_every_backward for flat in flats)
-        is_shared = axis.size > 1 and bool(buckets)
-        self._may_overlap = is_shared and (is_overlapped or self.reduces_every_backward)
-        self._arrivals: set[int] | None = set() if self._may_overlap else None  # [Note: arrivals are learned]
+        self._may_overlap = self.reduces_every_backward or (is_overlapped and axis.size > 1 and bool(buckets))
+        learns = self._may_overlap and axis.size > 1
+        self._arrivals: set[int] | None = set() if learns else None  # [Note: arrivals are learned]
         self._twice: set[int] = set()
         self._is_running = self._is_reducing = self._is_driven = False
         self.is_reduced = self._is_removed = False
@@ -188,6 +202,8 @@ class GradientReducer:
                 self._count(bucket, key)
             if bucket.pending <= 0 and self._is_reducing:
                 self._bucket_full(bucket)
+            elif bucket.pending <= 0:
+                bucket.take_over()
 
         param: Any = bucket.flat.members[index].param  # torch leaves this method untyped
         key = id(param)
@@ -215,6 +231,9 @@ class GradientReducer:
 
     def _bucket_full(self, bucket: _Bucket) -> None:
         if bucket.is_launched:
+            if self.axis.size == 1:  # nobody to pair with: it is added
+                self._launch(bucket)
+                return
             if self._arrivals is None:
                 raise UsageError(
                     f"the bucket of parameter {bucket.names()} received another gradient in one backward after it was "
@@ -263,6 +282,9 @@ class GradientReducer:
             self.reduce()
             self.is_reduced = self.is_reduced and self.sync_enabled and self._is_boundary()
         else:
+            for bucket in self._buckets:
+                if 0 < bucket.pending < len(bucket.slots):
+                    bucket.take_over()
             self._end()
 
     def ensure_reduced(self) -> None:
@@ -310,14 +332,14 @@ class GradientReducer:
 
     def _refuse_unused(self) -> None:
         """All ranks agree first, so that all raise together."""
-        unused = [bucket for bucket in self._buckets if bucket.pending > 0]
+        unused = [bucket for bucket in self._buckets if bucket.pending > 0 and not bucket.was_full]
         flag = torch.tensor(float(bool(unused)), device=self.flats[0].values.device)
         if self.axis.size > 1:
             comm.all_reduce(flag, op=comm.ReduceOp.MAX, group=self.axis.group)
         if flag.item():
             here = unused[0].names() if unused else "none on this rank"
             raise UsageError(
-                f"parameters without a gradient in this backward, on this rank in the bucket of: {here}; "
+                f"parameters without a gradient since the last update, on this rank in the bucket of: {here}; "
                 "zero_optimization.ignore_unused_parameters is false. Use them in the loss, freeze them, or leave it out."
             )
 
@@ -334,6 +356,7 @@ class GradientReducer:
         self.is_reduced = False
         for bucket in self._buckets:
             bucket.has_nonfinite = None
+            bucket.was_full = False
 
     def abandon(self) -> None:
         """An exception left autograd: wait for what was started so that ranks stay paired, then forget it."""

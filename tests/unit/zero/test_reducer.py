@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed import comm
+from deepspeed.comm.algorithms import LocalReducer, LocalReduceScatterer
 from deepspeed.errors import UsageError
 from deepspeed.zero import reducer as reducer_module
-from deepspeed.zero.gradients import ViewGradients
+from deepspeed.zero.gradients import ShardedGradients, ViewGradients, WholeGradients, largest_bucket_numel
 from deepspeed.zero.reducer import GradientReducer
 from tests.support.fake_reducers import FailingReducer, RecordingReducer, pretend_axis
-from tests.support.flat_groups import flat_group
+from tests.support.flat_groups import CPU, flat_group
 
 
 class Chain(nn.Module):
@@ -149,3 +150,90 @@ def test_removing_leaves_no_hook_behind(no_peers: None) -> None:
     module(torch.ones(1, 16)).backward()
     assert recorder.journal == []
     assert recorder.is_closed
+
+
+# -- stores that keep no param.grad -----------------------------------------------------------------------------------
+
+
+def alone(module: nn.Module, store: str, **options: Any) -> tuple[Any, GradientReducer]:
+    """One rank: gradients of bf16 parameters add up in fp32."""
+    flat = flat_group(module, dtype=torch.bfloat16, bucket_numel=256)
+    if store == "whole":
+        kept: Any = WholeGradients(flat, LocalReducer(flat.layout.numel, torch.float32, CPU), is_scattered=False)
+    else:
+        pool = LocalReduceScatterer(largest_bucket_numel(flat), torch.bfloat16, CPU)
+        kept = ShardedGradients(flat, pool, torch.float32)
+    flat.attach_gradients(kept)
+    return kept, GradientReducer([flat], pretend_axis(1), **{"is_boundary": lambda: True, **options})
+
+
+@pytest.mark.parametrize("store", ["whole", "sharded"])
+@pytest.mark.parametrize("is_driven", [True, False])
+def test_micro_batches_add_up_in_the_store_and_not_in_param_grad(store: str, is_driven: bool) -> None:
+    module: Any = Chain()
+    values = [1.0, 2.0**-10, 2.0**-10]  # 1 + 2**-10 is 1 in bf16
+    kept, reducer = alone(module, store, is_boundary=lambda: not values)
+    while values:
+        value = values.pop(0)
+        loss = torch.stack([layer.weight.sum() for layer in module.layers[:2]]).sum() * value
+        if is_driven:
+            reducer.drive(lambda loss=loss: loss.backward())
+        else:
+            loss.backward()
+        assert all(p.grad is None for p in module.parameters())
+    reducer.ensure_reduced()
+    assert kept.shards()[0].unique().tolist() == [0.0, 1.0 + 2 * 2.0**-10]
+
+
+@pytest.mark.parametrize("store", ["whole", "sharded"])
+def test_gradients_leave_autograd_while_backward_still_runs(store: str) -> None:
+    module = Chain().bfloat16()
+    _, reducer = alone(module, store, is_boundary=lambda: False)
+    seen: list[int] = []
+    first: Any = module.layers[0]
+    first.weight.register_hook(lambda _: seen.append(sum(p.grad is not None for p in module.parameters())))
+    for _ in range(2):
+        reducer.drive(lambda: module(torch.ones(1, 16, dtype=torch.bfloat16)).backward())
+    assert seen == [0, 0]
+
+
+@pytest.mark.parametrize("store", ["whole", "sharded"])
+def test_a_gradient_that_arrives_twice_in_one_backward_counts_twice(store: str) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    module: Any = Chain()
+    kept, reducer = alone(module, store)
+    x = torch.ones(1, 16, requires_grad=True, dtype=torch.bfloat16)
+
+    def layer(x: Tensor) -> Tensor:
+        return x + module.layers[2].weight.sum() * 0.5
+
+    for _ in range(2):  # the second window goes like the first
+        reducer.drive(
+            lambda: checkpoint(layer, checkpoint(layer, x, use_reentrant=True), use_reentrant=True).sum().backward()
+        )
+        assert kept.shards()[0][:256].unique().tolist() == [2 * 16 * 0.5]
+        kept.close_window()
+        reducer.close_window()
+
+
+# -- parameters that must be used -------------------------------------------------------------------------------------
+
+
+def test_a_parameter_without_a_gradient_since_the_last_update_is_named(no_peers: None) -> None:
+    module, _, reducer = build(allows_unused=False)
+    whole: Any = lambda: module(torch.ones(1, 16)).backward()  # noqa: E731
+    first_only: Any = lambda: module.layers[0](torch.ones(1, 16)).sum().backward()  # noqa: E731
+    reducer.drive(whole)
+    reducer.drive(first_only)  # the others had theirs
+    reducer.close_window()
+    with pytest.raises(UsageError, match=r"(?s)layers\.2\.weight.*ignore_unused_parameters"):
+        reducer.drive(first_only)
+
+
+def test_reducing_later_or_once_more_finds_no_parameter_unused(no_peers: None) -> None:
+    module, recorder, reducer = build(is_boundary=lambda: False, allows_unused=False)
+    reducer.drive(lambda: module(torch.ones(1, 16)).backward())
+    reducer.ensure_reduced()  # what `no_sync` and unmanaged accumulation leave to the update
+    reducer.reduce()
+    assert recorder.journal == (LAUNCHES + WAITS) * 2
