@@ -7,9 +7,10 @@
     all-gather       FlatGatherer.gather_in_place                    ... out: FlatGatherer.gather
 
 One line per operation, dtype and size: the median time of each way, GB/s counted as bytes of the whole range (all ranks'
-parts) over time, and the median of the ratio of gloo's own to shared memory taken round by round, which is what to trust on a
-machine that does other things. gloo's own figures are the sum alone; ours include the division, and waiting until the
-buffer may be written again. The small buffers are moved many times in a row: their figures are latencies.
+parts) over time (in brackets: of the fastest round), and the median of the ratio of gloo's own to shared memory taken round
+by round, which is what to trust on a machine that does other things. gloo's own figures are the sum alone; ours include
+the division, and waiting until the buffer may be written again. The small buffers are moved many times in a row: their
+figures are latencies.
 """
 
 from __future__ import annotations
@@ -51,45 +52,44 @@ _WAYS = ("gloo's own", "through gloo", "shared memory")
 
 
 def _contenders(case: _Case, left: ExitStack) -> list[Call]:
-    """One call per way, on buffers of its own; None where there is no such way."""
+    """One call per way, on buffers of its own, which `left` closes."""
     numel = case.nbytes // case.dtype.itemsize
-    world_size, rank = dist.get_world_size(), dist.get_rank()
-    plain, own = torch.zeros(numel, dtype=case.dtype), torch.zeros(numel // world_size, dtype=case.dtype)
+    plain = torch.zeros(numel, dtype=case.dtype)
     if case.operation == "all-reduce":
-        reducers = [flat_all_reducer(numel, case.dtype, may_share_memory=share) for share in (False, True)]
-        for reducer in reducers:
-            left.callback(reducer.close)
-        ours: list[Call] = [lambda r=r: r.launch(0, numel).wait() for r in reducers]  # type: ignore[misc]
-        return [lambda: dist.all_reduce(plain), *ours]
+        return [lambda: dist.all_reduce(plain), *(_all_reduce(case, numel, share, left) for share in (False, True))]
+    own = torch.zeros(numel // dist.get_world_size(), dtype=case.dtype)
     if case.operation.startswith("reduce-scatter"):
-        is_sum = case.operation.endswith("sum")
-        shard = torch.zeros(numel // world_size) if is_sum else None
-        scatterers = [flat_reduce_scatterer(numel, case.dtype, may_share_memory=share) for share in (False, True)]
-        for scatterer in scatterers:
-            left.callback(scatterer.close)
-        ours = [lambda s=s: s.launch(0, numel, shard, accumulate=is_sum).wait_free() for s in scatterers]  # type: ignore[misc]
+        ours = [_reduce_scatter(case, numel, share, left) for share in (False, True)]
         return [lambda: dist.reduce_scatter_tensor(own, plain), *ours]
-    is_out = case.operation.endswith("out")
-    gatherers = [
-        flat_gatherer(numel // world_size if is_out else numel, case.dtype, may_share_memory=share)
-        for share in (False, True)
-    ]
-    ours = []
-    for gatherer in gatherers:
-        left.callback(gatherer.close)
+    ours = [_gather(case, plain, share, left) for share in (False, True)]
+    return [lambda: dist.all_gather_into_tensor(plain, own), *ours]
+
+
+def _all_reduce(case: _Case, numel: int, is_shared: bool, left: ExitStack) -> Call:
+    reducer = flat_all_reducer(numel, case.dtype, may_share_memory=is_shared)
+    left.callback(reducer.close)
+    return lambda: reducer.launch(0, numel).wait()
+
+
+def _reduce_scatter(case: _Case, numel: int, is_shared: bool, left: ExitStack) -> Call:
+    is_sum = case.operation.endswith("sum")
+    shard = torch.zeros(numel // dist.get_world_size()) if is_sum else None
+    scatterer = flat_reduce_scatterer(numel, case.dtype, may_share_memory=is_shared)
+    left.callback(scatterer.close)
+    return lambda: scatterer.launch(0, numel, shard, accumulate=is_sum).wait_free()
+
+
+def _gather(case: _Case, into: torch.Tensor, is_shared: bool, left: ExitStack) -> Call:
+    part_numel, is_out = len(into) // dist.get_world_size(), case.operation.endswith("out")
+    gatherer = flat_gatherer(part_numel if is_out else len(into), case.dtype, may_share_memory=is_shared)
+    left.callback(gatherer.close)
+
+    def update_and_gather() -> None:
+        gatherer.begin_update()
         gatherer.publish()
+        (gatherer.gather(0, part_numel, into) if is_out else gatherer.gather_in_place(0, len(into))).wait()
 
-        def update_and_gather(gatherer: object = gatherer) -> None:
-            gatherer.begin_update()  # type: ignore[attr-defined]
-            gatherer.publish()  # type: ignore[attr-defined]
-            if is_out:
-                gatherer.gather(0, numel // world_size, plain).wait()  # type: ignore[attr-defined]
-            else:
-                gatherer.gather_in_place(0, numel).wait()  # type: ignore[attr-defined]
-
-        ours.append(update_and_gather)
-    source = own if is_out else plain.chunk(world_size)[rank].clone()
-    return [lambda: dist.all_gather_into_tensor(plain, source), *ours]
+    return update_and_gather
 
 
 def _seconds(call: Call, calls: int) -> float:
@@ -117,11 +117,15 @@ def _times(case: _Case, rounds: int) -> list[list[float]]:
         return times[2:]  # the first two touch the memory
 
 
+def _figure(case: _Case, median: float, best: float) -> str:
+    return f"{median * 1e6:9.0f} us {case.nbytes / median / 1e9:5.1f} ({case.nbytes / best / 1e9:4.1f})"
+
+
 def _rank_main(rank: int, ranks: int, rounds: int, only: str, rendezvous: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{rendezvous}", rank=rank, world_size=ranks)
     if rank == 0:
-        columns = " ".join(f"{way:>22}" for way in _WAYS)
+        columns = " ".join(f"{way:>24}" for way in _WAYS)
         print(f"{ranks} ranks, {rounds} rounds\n{'operation':18} {'dtype':9} {'bytes':>9} {columns} {'ratio':>6}")
     for operation in [each for each in _OPERATIONS if each.startswith(only)]:
         for case in [_Case(operation, *size) for size in _SIZES]:
@@ -130,9 +134,10 @@ def _rank_main(rank: int, ranks: int, rounds: int, only: str, rendezvous: str) -
             ratio = statistics.median(each[0] / each[-1] for each in times)
             if rank == 0:
                 name = str(case.dtype).removeprefix("torch.")
-                figures = " ".join(f"{took * 1e6:9.0f} us {case.nbytes / took / 1e9:5.1f} GB/s" for took in medians)
+                best = [min(each[which] for each in times) for which in range(len(_WAYS))]
+                figures = " ".join(_figure(case, *pair) for pair in zip(medians, best, strict=True))
                 print(f"{operation:18} {name:9} {case.nbytes:9} {figures} {ratio:5.1f}x", flush=True)
-    barrier_us = statistics.median(_seconds(lambda: dist.barrier(), 200) for _ in range(rounds)) * 1e6
+    barrier_us = statistics.median(_seconds(dist.barrier, 200) for _ in range(rounds)) * 1e6
     if rank == 0:
         print(f"gloo barrier {barrier_us:.0f} us: shared memory would need two per call if it used them")
     dist.destroy_process_group()
