@@ -43,7 +43,7 @@ from torch import Tensor, nn
 from deepspeed.topology.mesh import AxisGroup
 from deepspeed.zero.external import external_parameters_of
 from deepspeed.zero.holder import holder_of, set_holder
-from deepspeed.zero.hooks import UnitHooks, not_compiled
+from deepspeed.zero.hooks import UnitHooks
 from deepspeed.zero.lookups import unwatch_lookups, watch_lookups
 from deepspeed.zero.pool import UnitPool
 from deepspeed.zero.prefetch import GatherSettings
@@ -170,6 +170,7 @@ class ParameterCoordinator:
         if not self._depth and _current_backward() == -1:
             self._unwind(0)
             self.backward_over()
+            self.hooks.refresh()
             self.pool.enter_pass(is_training=torch.is_grad_enabled())
         packs = self.pool.settings.packs_saved and (may_replace_hooks or not _has_saved_hooks())
         if packs:
@@ -188,7 +189,6 @@ class ParameterCoordinator:
             if not self.pool.is_training and _current_backward() == -1:
                 self.pool.close_pass()
 
-    @not_compiled
     def before_forward(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The first module of `unit` is about to run."""
         is_first = not self._depth and not self._frames
@@ -215,7 +215,6 @@ class ParameterCoordinator:
         self.pool.use(unit)
         self.pool.lingering[unit] = None
 
-    @not_compiled
     def after_forward(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """The last module of `unit` has run, or raised."""
         depth = self._frame_of(unit)
@@ -276,7 +275,6 @@ class ParameterCoordinator:
         else:
             self.pool.lingering[owner] = None
 
-    @not_compiled
     def looked_up(self, unit: Unit) -> None:
         """A parameter of `unit` was read from its module while no running module uses the unit."""
         if self._frames:
@@ -291,7 +289,6 @@ class ParameterCoordinator:
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
-    @not_compiled
     def _output_grad(self, call: _Call, grad: Tensor) -> None:
         backward = _current_backward()
         if call.backward != backward:
@@ -313,12 +310,10 @@ class ParameterCoordinator:
             self.pool.use(unit)
             self.pool.lingering[unit] = None
 
-    @not_compiled
     def after_backward(self, unit: Unit, grad: Tensor) -> None:
         """The gradient of an input of `unit` is there."""
         self._done(unit)
 
-    @not_compiled
     def before_accumulate(self, unit: Unit, piece: Piece, index: int, grad: Tensor) -> None:
         """The gradient of a parameter is about to be stored: autograd looks at the parameter's shape and strides.
 
@@ -436,6 +431,10 @@ class ParameterCoordinator:
             for param in unit.params:
                 if holder_of(param) is self:
                     set_holder(param, None)
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Pickle as None: parameters refer to their holder, and a saved one has none."""
+        return type(None), ()
 
 
 def _has_saved_hooks() -> bool:

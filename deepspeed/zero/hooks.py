@@ -11,26 +11,17 @@ moment. Called by `zero.coordinator`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from deepspeed.zero.states import Piece, Unit
 
-__all__ = ["Moments", "UnitHooks", "not_compiled"]
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def not_compiled(method: Method) -> Method:
-    """Keep torch.compile from looking into `method`: the graph breaks around the call.
-
-    What `torch.compiler.disable` does to a function, without importing the compiler, which takes seconds.
-    """
-    method._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return method
+__all__ = ["Moments", "UnitHooks"]
 
 
 class Moments(Protocol):
@@ -47,19 +38,35 @@ class Moments(Protocol):
 
 
 class UnitHooks:
-    """Hooks on the modules and parameters of units."""
+    """Hooks on the modules and parameters of units.
+
+    torch.compile must not look into them: the graph breaks around each. The compiler is told so only once somebody has
+    loaded it, for loading it takes seconds.
+    """
 
     def __init__(self, moments: Moments) -> None:
         self._moments = moments
+        self._units: list[Unit] = []
+        self._compiler_knows = False
         self.handles: list[Any] = []
 
     def install(self, units: Sequence[Unit]) -> None:
-        """Put hooks on; `units` have none yet."""
+        """Put hooks on `units`, which have none."""
+        self._units.extend(units)
+        self._compiler_knows = _is_compiler_loaded()
         for unit in units:
             self._install(unit)
 
+    def refresh(self) -> None:
+        """Tell the compiler about the hooks if it was loaded since they were put on."""
+        if self.handles and not self._compiler_knows and _is_compiler_loaded():
+            units = self._units
+            self.remove()
+            self.install(units)
+
     def _install(self, unit: Unit) -> None:
-        before, after = partial(self._moments.before_forward, unit), partial(self._moments.after_forward, unit)
+        before = _not_compiled(partial(self._moments.before_forward, unit))
+        after = _not_compiled(partial(self._moments.after_forward, unit))
         self.handles.append(unit.modules[0].register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         self.handles.append(unit.modules[-1].register_forward_hook(after, always_call=True))
         for piece in unit.pieces:
@@ -73,3 +80,15 @@ class UnitHooks:
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
+        self._units = []
+
+
+def _is_compiler_loaded() -> bool:
+    return "torch._dynamo" in sys.modules
+
+
+def _not_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:
+    if not _is_compiler_loaded():
+        return hook
+    hidden: Callable[..., Any] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+    return hidden

@@ -34,6 +34,8 @@ __all__ = ["SavedTensors"]
 
 Hook = Callable[[Any], Any]
 
+# `untyped_storage()._cdata` in half the time
+_storage_of: Callable[[Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
 _next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
@@ -88,7 +90,7 @@ class SavedTensors:
 
         def pack(tensor: Tensor) -> Any:  # called for every tensor that a forward saves: no call more than it takes
             try:
-                key = tensor.untyped_storage()._cdata
+                key = _storage_of(tensor)
             except NotImplementedError:  # a sparse tensor has no storage, so it is nobody's view
                 key = None
             if key in storages:

@@ -97,8 +97,9 @@ class Sharded:
         return values
 
     def states(self) -> str:
-        """Which units are whole now: their names."""
-        return " ".join(unit.name for unit in self.coordinator.pool.units if unit.state.value == "gathered" and unit.pieces)
+        """Which units are whole now: their names, "model" for what lies in the model itself."""
+        whole = [unit for unit in self.coordinator.pool.units if unit.state.value == "gathered" and unit.pieces]
+        return " ".join(unit.name or "model" for unit in whole)
 
 
 def shard(
