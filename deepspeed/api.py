@@ -34,6 +34,7 @@ from deepspeed.launcher.verification import Verification
 from deepspeed.topology.groups import set_current
 from deepspeed.topology.mesh import ParallelMesh
 from deepspeed.version import version
+from deepspeed.zero.init_context import init_suspended
 
 DeepSpeedOptimizerCallable = Callable[[Iterable[nn.Parameter]], Optimizer]
 DeepSpeedSchedulerCallable = Callable[[Optimizer], Any]
@@ -106,19 +107,20 @@ def initialize(
     log_dist(f"DeepSpeed info: version={version}, world size {get_world_size()}, {get_accelerator().device_name()}")
     mesh = ParallelMesh.build() if mpu is None else ParallelMesh.from_mpu(mpu)
     set_current(mesh)
-    engine = build_engine(
-        EngineRequest(
-            module=model,
-            config=parsed,
-            mesh=mesh,
-            optimizer=optimizer,
-            model_parameters=None if model_parameters is None else list(model_parameters),
-            training_data=training_data,
-            lr_scheduler=lr_scheduler,
-            collate_fn=collate_fn,
-            mpu=mpu,
+    with init_suspended():  # what is built here is no part of a model that `zero.Init` shards
+        engine = build_engine(
+            EngineRequest(
+                module=model,
+                config=parsed,
+                mesh=mesh,
+                optimizer=optimizer,
+                model_parameters=None if model_parameters is None else list(model_parameters),
+                training_data=training_data,
+                lr_scheduler=lr_scheduler,
+                collate_fn=collate_fn,
+                mpu=mpu,
+            )
         )
-    )
     if verification is not None and engine.optimizer is not None:
         facts = {"stage": str(parsed.zero_optimization.stage), "ranks": str(get_world_size())}
         file = partial(verification.file, next(_engines))

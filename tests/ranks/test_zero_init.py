@@ -548,6 +548,41 @@ def test_shards_follow_casts_and_an_engine_takes_parameters_over(world_size: int
     run_ranks(_cast_and_take_over, world_size)
 
 
+def _initialize_inside(rank: int, world_size: int) -> list[list[float]]:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 3, "param_persistence_threshold": 10},
+    }
+    losses = []
+    for is_inside in (False, True):
+        torch.manual_seed(rank)
+        with Init(config_dict_or_path=config):
+            model = TiedGpt()
+            if is_inside:
+                engine = deepspeed.initialize(model=model, config=config)[0]
+                assert nn.Linear(2, 2).weight.numel() == 4  # looked up; the context is in force again
+        if not is_inside:
+            engine = deepspeed.initialize(model=model, config=config)[0]
+        losses.append([])
+        for step in range(3):
+            loss = engine(*model.batch(2, seed=step))
+            engine.backward(loss)
+            engine.step()
+            losses[-1].append(float(loss.detach()))
+        engine.destroy()
+    return losses
+
+
+def test_initialize_inside_the_context_gives_the_engine_that_it_gives_after_it() -> None:
+    torch.manual_seed(0)
+    model = TiedGpt()
+    first = float(model(*model.batch(2, seed=0)).detach())
+    for after, inside in run_ranks(_initialize_inside, 2):
+        assert after == inside
+        assert after[0] == pytest.approx(first, rel=1e-6)  # fp32, in other order
+
+
 def _ids(rank: int, world_size: int) -> list[int]:
     with Init():
         model = TiedGpt()
