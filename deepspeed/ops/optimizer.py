@@ -151,7 +151,7 @@ class GroupOptimizer(Optimizer):
             dtype = state[self.state_keys[0]].dtype
             batch = found.get((p.device, dtype))
             if batch is None:
-                work = dtype if self.kernel_is_exact else torch.promote_types(dtype, torch.float32)
+                work = torch.float32 if dtype in _LOW_PRECISION and not self.kernel_is_exact else dtype
                 batch = found[p.device, dtype] = Batch(p.device, work, self.state_keys)
             batch.add(p, grad, state)
         return list(found.values())

@@ -91,6 +91,8 @@ def build_optimizer(
     if name is not None:
         return _BUILDERS[name](name, params, groups, on_host)
     kind = _class_named(block.type, torch.optim, Optimizer, "optimizer", _BUILDERS)
+    if kind is torch.optim.SGD:
+        _prefer_fused(params, groups, _FUSED_DEVICES)
     return _construct(kind, (groups,), params, "optimizer")
 
 
@@ -237,20 +239,24 @@ def _torch_adam(decoupled: bool, params: Params, groups: list[Group]) -> Optimiz
     for ours in ("set_grad_none", "fp32_optimizer_states"):
         params.pop(ours, None)
     params.setdefault("weight_decay", 0.0)  # torch's AdamW would take 0.01
-    if not params.keys() & {"foreach", "fused", "differentiable"} and _can_fuse(groups):
-        params["fused"] = True
+    _prefer_fused(params, groups, _FUSED_DEVICES)
     return _construct(torch.optim.AdamW if decoupled else torch.optim.Adam, (groups,), params, "optimizer")
 
 
-def _can_fuse(groups: list[Group]) -> bool:
+def _prefer_fused(params: Params, groups: list[Group], devices: Iterable[str]) -> None:
+    """Ask for torch's fused kernel where `params` leave the choice to torch, which would take several calls instead."""
+    if params.keys() & {"foreach", "fused", "differentiable"}:
+        return
     tensors = [_tensor(member) for group in groups for member in group["params"]]
-    return all(tensor.is_floating_point() and tensor.device.type in _FUSED_DEVICES for tensor in tensors)
+    if all(tensor.is_floating_point() and tensor.device.type in devices for tensor in tensors):
+        params["fused"] = True
 
 
 def _adagrad(name: str, params: Params, groups: list[Group], on_host: bool) -> Optimizer:
     if on_host:
         return _construct(DeepSpeedCPUAdagrad, (groups,), params, "optimizer")
     params.pop("fp32_optimizer_states", None)
+    _prefer_fused(params, groups, ("cpu",))
     return _construct(torch.optim.Adagrad, (groups,), params, "optimizer")
 
 

@@ -7,6 +7,7 @@ are computed by the test process.
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import deepspeed
+from deepspeed import comm
 from deepspeed.errors import ArgumentError, UsageError
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
@@ -24,6 +26,7 @@ from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.utils import safe_get_full_optimizer_state
 from deepspeed.zero import master as master_module
+from deepspeed.zero import parameter_sums
 from tests.support.engines import Outcome, config, make_engine, train, zero
 from tests.support.models import TinyModel, build, make_batches
 from tests.support.ranks import run_ranks
@@ -192,6 +195,43 @@ def test_the_bounds_of_lambs_trust_ratio_hold_on_shards(runs: Runs, stage: int) 
         assert all(0.5 <= ratio <= 1.5 for ratio in ratios)
     found = {ratio for each in runs.ranks for ratio in each.coefficients["FusedLamb", stage]}
     assert any(not 0.5 <= ratio <= 1.5 for ratio in found)  # so that the narrow bounds changed something
+
+
+class OneSmallParameter(TinyModel):
+    """Four elements: at most one rank holds any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return F.mse_loss(inputs[:, :4] * self.weight, targets[:, :4])
+
+
+def _lamb_meetings(rank: int, world_size: int, stage: int) -> tuple[list[int], int, dict[str, Tensor]]:
+    meetings: list[int] = []
+
+    def all_reduce(tensor: Tensor, **options: Any) -> Any:
+        meetings.append(tensor.numel())
+        return comm.all_reduce(tensor, **options)
+
+    parameter_sums.comm = types.SimpleNamespace(all_reduce=all_reduce)  # type: ignore[assignment]  # the process ends here
+    built = build(OneSmallParameter, dtype=torch.float64)
+    engine = make_engine(built, config(**zero(stage)), optimizer=FusedLamb(built.parameters(), lr=0.01))
+    weights = train(engine, make_batches(built, 2, 1, world_size), rank).weights
+    return meetings, len(engine.optimizer.master.slices), weights
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_lamb_meets_once_per_step_also_on_ranks_that_hold_nothing(stage: int) -> None:
+    built = build(OneSmallParameter, dtype=torch.float64)
+    batches = make_batches(built, 2, 1, 3)
+    wanted = train_reference(built, functools.partial(FusedLamb, lr=0.01), batches).weights
+    found = run_ranks(_lamb_meetings, 3, stage)
+    assert [parts for _, parts, _ in found] == [1, 0, 0]
+    for meetings, _, weights in found:
+        assert meetings == [2, 2]  # two sums of one parameter, at each of two steps
+        assert relative_difference(weights, wanted) <= FP64_ROUNDING
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------

@@ -30,7 +30,8 @@ class _Lion(GroupOptimizer):
             torch._foreach_add_(batch.steps, 1)
             updates = torch._foreach_lerp(momenta, batch.grads, 1 - beta1)
             torch._foreach_sign_(updates)
-            torch._foreach_mul_(batch.params, 1 - lr * group["weight_decay"])
+            if group["weight_decay"]:
+                torch._foreach_mul_(batch.params, 1 - lr * group["weight_decay"])
             torch._foreach_add_(batch.params, updates, alpha=-lr)
             torch._foreach_lerp_(momenta, batch.grads, 1 - beta2)
             batch.write_back()

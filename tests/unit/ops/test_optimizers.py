@@ -247,6 +247,26 @@ def test_state_may_have_the_parameters_16_bits(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ALL)
+def test_16_bit_state_is_computed_in_fp32_and_rounded_once_per_step(kind: Any) -> None:
+    narrow = torch.nn.Parameter(torch.randn(50).bfloat16())
+    wide = torch.nn.Parameter(narrow.detach().float())
+    optimizer, reference = kind([narrow], lr=0.1), kind([wide], lr=0.1)
+    optimizer.state_dtype = torch.bfloat16
+    for _ in range(3):
+        grad = torch.randn(50).bfloat16()
+        narrow.grad, wide.grad = grad, grad.float()
+        optimizer.step()
+        reference.step()
+        wide.data.copy_(wide.detach().bfloat16())
+        assert torch.equal(narrow.detach().float(), wide.detach())
+        for key in optimizer.state_keys:
+            rounded, exact = optimizer.state[narrow][key], reference.state[wide][key]
+            assert rounded.dtype == torch.bfloat16
+            assert torch.equal(rounded, exact.bfloat16())
+            exact.copy_(rounded)
+
+
+@pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_loaded_optimizer_continues_bit_for_bit(kind: Any, dtype: torch.dtype) -> None:
     whole, resumed = parameters(dtype), parameters(dtype)

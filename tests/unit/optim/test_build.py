@@ -91,6 +91,16 @@ def test_torch_adam_takes_one_fused_call_unless_another_way_is_chosen() -> None:
     assert built()["weight_decay"] == 0.0
 
 
+@pytest.mark.parametrize("kind", ["SGD", "Adagrad"])
+def test_torchs_other_fused_kernels_are_taken_unless_another_way_is_chosen(kind: str) -> None:
+    def built(**params: Any) -> Any:
+        return build_optimizer(block(kind, lr=0.1, **params), torch.nn.Linear(2, 2).parameters()).param_groups[0]
+
+    assert built()["fused"] is True
+    assert built(foreach=True)["fused"] is None
+    assert built(fused=False)["fused"] is False
+
+
 def test_torch_adam_on_a_device_without_the_kernel_is_not_fused() -> None:
     layer = nn.Linear(2, 2, device="meta")
     assert build_optimizer(block("Adam", torch_adam=True), layer.parameters()).param_groups[0]["fused"] is None

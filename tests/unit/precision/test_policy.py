@@ -55,6 +55,14 @@ def test_without_a_16_bit_mode_everything_keeps_its_format(dtype: torch.dtype) -
 def test_masters_may_be_16_bit_too(block: str, dtype: torch.dtype) -> None:
     policy = DtypePolicy.from_config(config(**{block: {f"{block}_master_weights_and_grads": True}}))
     assert policy.master_for(parameter(torch.float32)) == dtype
+    assert policy.state == torch.float32
+
+
+def test_state_may_be_16_bit_where_masters_are() -> None:
+    blocks = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    assert DtypePolicy.from_config(config(bf16=blocks)).state == torch.bfloat16
+    assert DtypePolicy.from_config(config(bf16={})).state is None
+    assert DtypePolicy.from_config(config()).state is None
 
 
 def test_named_formats_are_taken() -> None:
