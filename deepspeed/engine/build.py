@@ -43,6 +43,7 @@ from deepspeed.precision.loss_scaler import LossScaler, NullScaler, build_loss_s
 from deepspeed.precision.policy import DtypePolicy, cast_module, keep_batch_norm_exact
 from deepspeed.topology.mesh import ParallelMesh
 from deepspeed.zero.coordinator import ParameterCoordinator, build_coordinator
+from deepspeed.zero.external import attach_external_tables
 from deepspeed.zero.flat import owner_of, release_owner
 from deepspeed.zero.leaf import apply_leaf_config
 from deepspeed.zero.master import MasterWeights
@@ -151,6 +152,7 @@ def _refuse_unbuilt(mesh: ParallelMesh) -> None:
 def _coordinator(module: nn.Module, config: DeepSpeedConfig, partition: Partition) -> ParameterCoordinator | None:
     if not partition.sharded:
         return None
+    attach_external_tables(module.modules())
     settings = GatherSettings.from_config(config.zero_optimization)
     coordinator = build_coordinator(module, partition.units, partition.sharded, settings, partition.shard_axis)
     for flat in partition.sharded:

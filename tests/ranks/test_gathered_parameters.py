@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import deepspeed
 from deepspeed import comm
 from deepspeed.errors import ArgumentError, UsageError
 from deepspeed.zero import GatheredParameters, Init, TiledLinear, ZeroParamStatus, unwrap_model_for_generation
@@ -232,6 +233,36 @@ def _call_methods(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_the_methods_of_a_sharded_parameter_gather_and_release_it(world_size: int) -> None:
     run_ranks(_call_methods, world_size)
+
+
+def _ask_an_engine(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = TiedGpt()
+    numels = [p.numel() for p in model.parameters()]
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 3, "param_persistence_threshold": 0},
+    }
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    params: list[Any] = list(model.parameters())
+    assert [p.ds_numel for p in params] == numels
+    assert [list(module.ds_external_parameters()) for module in model.modules()] == [[] for _ in model.modules()]
+    with GatheredParameters(set(params), modifier_rank=0):
+        assert [p.ds_status for p in params] == [ZeroParamStatus.AVAILABLE] * len(params)
+        for p in params:
+            p.data.fill_(float(rank + 1))
+    for p in params:
+        p.ds_active_sub_modules.clear()
+        assert p.shape == torch.Size([0])
+        assert set(_read(p)) == {1.0}
+    engine.destroy()
+    assert not any(hasattr(p, "ds_id") for p in params)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_parameters_that_an_engine_shards_answer_alike(world_size: int) -> None:
+    run_ranks(_ask_an_engine, world_size)
 
 
 def _fill_tiles(rank: int, world_size: int) -> Tensor:
