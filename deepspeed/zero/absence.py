@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from deepspeed.zero.flat import FlatGroup
     from deepspeed.zero.master import MasterWeights
 
-__all__ = ["Absence", "state_tensors"]
+__all__ = ["Absence", "is_on_host", "state_tensors"]
 
 _Kind = OffloadStateTypeEnum
 
@@ -65,7 +65,7 @@ class Absence:
         wanted = list(_Kind) if include is None else [_Kind(kind) for kind in include]
         for kind in wanted:
             if kind not in self._copies:
-                moved = _unique_storages(tensor for tensor in tensors.get(kind, ()) if tensor.device.type != "cpu")
+                moved = _unique_storages(tensor for tensor in tensors.get(kind, ()) if not is_on_host(tensor))
                 self._copies[kind] = [(t, _to_host(t, pin_memory=pin_memory, non_blocking=non_blocking)) for t in moved]
         if non_blocking:
             get_accelerator().synchronize()  # the storages shrink below: the copies must be complete
@@ -101,6 +101,11 @@ def state_tensors(master: MasterWeights | None, flats: Iterable[FlatGroup]) -> d
         _Kind.lp_grads: [shard for flat in trained for shard in flat.gradients.shards()],
         _Kind.contiguous_grad_buffer: buffers,
     }
+
+
+def is_on_host(tensor: Tensor) -> bool:
+    """Whether `tensor` lies in host memory already."""
+    return tensor.device.type == "cpu"
 
 
 def _optimizer_tensors(master: MasterWeights) -> Iterator[Tensor]:
