@@ -63,17 +63,19 @@ class _Bucket:
         """Launched at the end of backward only ([Note: arrivals are learned])."""
 
         self.has_arrived_late = False
-        self.has_nonfinite: Tensor | None = None
+        self.brought: Tensor | None = None
+        """Sum of all that this rank brought since the last update: an infinity or NaN in it stays to be seen."""
+
         self._label = f"gradients of {self.names()}"
 
     def launch(self) -> None:
-        """Start the mean over ranks; remember whether this rank brought a non-finite value."""
+        """Start the mean over ranks; remember what this rank brought, for `nonfinite_origin`."""
         mine = self.flat.gradients.collect(self.number)
         self.is_launched = True
         self.has_arrived_late = False
         if self.axis.size > 1:
-            bad = torch.isfinite(total(mine)).logical_not()
-            self.has_nonfinite = bad if self.has_nonfinite is None else self.has_nonfinite | bad
+            brought = total(mine)
+            self.brought = brought if self.brought is None else self.brought + brought
         with naming(self._label):
             self._start()
 
@@ -355,7 +357,7 @@ class GradientReducer:
         """The update was made or skipped."""
         self.is_reduced = False
         for bucket in self._buckets:
-            bucket.has_nonfinite = None
+            bucket.brought = None
             bucket.was_full = False
 
     def abandon(self) -> None:
@@ -378,7 +380,8 @@ class GradientReducer:
         """
         device = self.flats[0].values.device
         zero = torch.zeros((), device=device)
-        mine_B = torch.stack([(b.has_nonfinite if b.has_nonfinite is not None else zero).float() for b in self._buckets])
+        brought = [zero if bucket.brought is None else bucket.brought.float() for bucket in self._buckets]
+        mine_B = torch.isfinite(torch.stack(brought)).logical_not().float()
         flags_RB = torch.ones(self.axis.size, len(self._buckets), device=device)
         members = torch.tensor([flag for bucket in self._buckets for flag in bucket.nonfinite_members()], device=device)
         if self.axis.size > 1:
