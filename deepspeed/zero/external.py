@@ -4,6 +4,8 @@
         decoder.ds_external_parameters()  ->  ("0", embedding.weight)         what clients iterate over
         external_parameters_of(decoder)   ->  (embedding.weight,)             what is gathered before `decoder` runs
 
+A coordinator that holds the parameter is told of each change.
+
 Lives here: the table that each module carries. Does not live here: finding such parameters while a forward runs
 (`zero.lookups`), gathering them (`zero.coordinator`). Called by clients, by `zero.init_context` and by the coordinator.
 """
@@ -12,11 +14,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
 from deepspeed.errors import ArgumentError
+from deepspeed.zero.holder import holder_of
 
 __all__ = [
     "attach_external_tables",
@@ -26,6 +29,17 @@ __all__ = [
 ]
 
 _TABLE = "ds_external_parameters"
+
+
+@runtime_checkable
+class ExternalUses(Protocol):
+    """A holder that gathers a parameter for modules that do not own it."""
+
+    def register_external(self, module: nn.Module, param: nn.Parameter) -> None:
+        """Gather `param` whenever `module` runs."""
+
+    def unregister_external(self, module: nn.Module, param: nn.Parameter) -> None:
+        """Undo `register_external`."""
 
 
 class ExternalParameters:
@@ -60,6 +74,9 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     params = _table(module).params
     if not any(known is parameter for known in params):
         params.append(parameter)
+        holder: object = holder_of(parameter)
+        if isinstance(holder, ExternalUses):
+            holder.register_external(module, parameter)
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -77,6 +94,9 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
             "Pass the module and the parameter that register_external_parameter() got."
         )
     table.params = kept
+    holder: object = holder_of(parameter)
+    if isinstance(holder, ExternalUses):
+        holder.unregister_external(module, parameter)
 
 
 def external_parameters_of(module: nn.Module) -> tuple[nn.Parameter, ...]:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
+from deepspeed.comm.watch import naming
 from deepspeed.common.logging import get_logger
 from deepspeed.zero.prefetch import GatherSettings, Idle, Lookahead, choose_victims, should_keep
 from deepspeed.zero.states import ShardState, Unit
@@ -117,11 +118,13 @@ class UnitPool:
                 self._arrive(unit)
 
     def _start(self, unit: Unit) -> None:
-        unit.gather()
+        with naming(unit.label):
+            unit.gather()
         self.live_numel += unit.numel
 
     def _arrive(self, unit: Unit) -> None:
-        unit.wait()
+        with naming(unit.label):
+            unit.wait()
         self._gathered[unit] = None
         for position, buffer in enumerate(unit.buffers):
             if buffer.numel():

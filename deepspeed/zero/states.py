@@ -209,6 +209,7 @@ class Unit:
         "fetched",
         "gathered_versions",
         "is_whole",
+        "label",
         "launch",
         "modules",
         "name",
@@ -235,6 +236,8 @@ class Unit:
     ) -> None:
         self.number = number
         self.name = name
+        self.label = f"module {name!r}, gather" if name else "the model itself, gather"
+        """What errors about its collectives say."""
         self.modules = tuple(modules)
         self.pieces = tuple(pieces)
         self.launch = launch

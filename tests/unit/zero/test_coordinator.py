@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed.errors import UsageError
+from deepspeed.zero.external import register_external_parameter, unregister_external_parameter
 from deepspeed.zero.prefetch import GatherSettings
 from tests.support.sharded import Sharded, assert_same, gradients, plain_step, shard
 from tests.support.sharded_models import BLOCK_NUMEL, Gpt, Output, Uses, inputs, tokens
@@ -524,7 +525,7 @@ def test_external_parameters_may_be_registered_and_taken_back() -> None:
     sharded = shard(model, NOTHING_KEPT, limit_numel=1)
     assert _forward(sharded, inputs()).isfinite()  # an empty sum
     plain = _forward(sharded, inputs()).item()
-    sharded.coordinator.register_external(model, held[0])
+    register_external_parameter(model, held[0])
     sharded.coordinator.register_external(model, nn.Parameter(torch.ones(1)))
     whole = sharded.whole()
     want = (F.linear(inputs(), whole["first.weight"], whole["first.bias"]) + whole["second.weight"].sum()).square().mean()
@@ -532,8 +533,18 @@ def test_external_parameters_may_be_registered_and_taken_back() -> None:
     assert torch.equal(loss, want)
     sharded.backward(loss)
     assert gradients(model).keys() == {"first.weight", "first.bias", "second.weight"}
-    sharded.coordinator.unregister_external(model, held[0])
+    unregister_external_parameter(model, held[0])
     assert _forward(sharded, inputs()).item() == plain
+
+
+def test_external_parameters_registered_before_there_is_a_coordinator_count() -> None:
+    model = Uses(lambda m, x: (m.first(x) + held[0].sum()).square().mean())
+    held = [model.second.weight]
+    register_external_parameter(model, held[0])
+    whole, want = held[0].detach().clone(), model(inputs())
+    sharded = shard(model, NOTHING_KEPT, limit_numel=1)
+    assert whole.sum() != 0
+    assert torch.equal(_forward(sharded, inputs()), want)
 
 
 def test_a_parameter_returned_from_a_forward_is_whole_for_the_caller() -> None:
