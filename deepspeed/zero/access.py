@@ -60,7 +60,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     if found is None:
         return None
     parts = _state(*found, optim_state_key)
-    held = torch.tensor(float(sum(fragment.numel for fragment, _ in parts)), device=found[0].values.device)
+    held = torch.tensor(sum(fragment.numel for fragment, _ in parts), device=found[0].values.device)
     _add_over_ranks(held, found[0])
     numel = found[0].layout.slots[found[1]].numel
     return _whole(*found, parts) if int(held.item()) == numel and numel else None
@@ -147,6 +147,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     bucket = flat.layout.bucket_of(position)
     if not flat.is_sharded and flat.axis.size > 1:
         flat.gatherer.gather_in_place(bucket.start, bucket.stop).wait()
+        flat.reopen()
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:

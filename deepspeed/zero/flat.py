@@ -10,6 +10,7 @@
                has several ranks and parameters are whole
 
 `values` is the buffer of a `comm` gatherer: other ranks read it, so it is written between `begin_update` and `publish` only.
+Where parameters are whole the user may edit them between updates: it stays open for writing then (`reopen`).
 
 What does not live here: gradients (`zero.gradients`), the update (`zero.master`), when a unit is gathered
 (`zero.coordinator`). Callers: `engine.build`.
@@ -338,12 +339,18 @@ class FlatGroup:
             self.write_back_all()
         for work in self.gather_whole():
             work.wait()
+        self.reopen()
 
     def gather_whole(self) -> list[Work]:
         """Start to bring every rank's shards into whole parameters; nothing to do where they are sharded."""
         if self.is_sharded or self.axis.size == 1:
             return []
         return [self.gatherer.gather_in_place(bucket.start, bucket.stop) for bucket in self.layout.buckets]
+
+    def reopen(self) -> None:
+        """After a gather of whole parameters: block until no rank reads this one's, so that the user may edit them."""
+        if not (self.is_sharded or self.axis.size == 1):
+            self.gatherer.begin_update()
 
     def gather_bucket(self, number: int, into_F: Tensor) -> Work:
         """Start to bring bucket `number` of sharded parameters together in `into_F` (1-D, as long as the bucket)."""

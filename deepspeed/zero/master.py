@@ -169,6 +169,8 @@ class MasterWeights:
         works = [work for flat in self.flats for work in flat.gather_whole()]
         for work in works:
             work.wait()
+        for flat in self.flats:
+            flat.reopen()
 
     @contextmanager
     def _skipping(self, found_inf: Tensor | None) -> Iterator[None]:
