@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import NoReturn, Protocol
 
 from deepspeed.comm.patience import Patience, ProcessIdentity
+from deepspeed.comm.watch import WATCH, late, worked
 from deepspeed.errors import CommError, UsageError
 
 __all__ = ["Board", "Peers", "Progress"]
@@ -61,6 +63,7 @@ class Board:
 
     def reduce(self, number: int) -> None:
         """Say that this rank has reduced its part of range `number`: into all rows, or into its own shard."""
+        worked()
         self._say(self._REDUCED, number)
 
     def publish(self, version: int) -> None:
@@ -127,17 +130,19 @@ class Progress:
 
     def __init__(self) -> None:
         """Start with nothing to do."""
-        self._helpers: weakref.WeakKeyDictionary[_Helper, int] = weakref.WeakKeyDictionary()
+        self._helpers: list[tuple[weakref.ref[_Helper], int]] = []
 
     def add(self, helper: _Helper) -> None:
         """Let `helper` go on whenever this thread waits."""
-        self._helpers[helper] = threading.get_ident()
+        alive = [entry for entry in self._helpers if entry[0]() is not None]
+        self._helpers = [*alive, (weakref.ref(helper), threading.get_ident())]
 
     def make(self) -> None:
         """Let all go on."""
         me = threading.get_ident()
-        for helper, thread in list(self._helpers.items()):
-            if thread == me:
+        for reference, thread in self._helpers:  # asked at every turn of a wait: a plain list, never changed in place
+            helper = reference() if thread == me else None
+            if helper is not None:
                 helper.progress()
 
 
@@ -225,6 +230,7 @@ class Peers:
             CommError: a rank died, left or failed before it reached the number, or the time is over.
         """
         missing = list(range(self.size))
+        began = time.monotonic()
 
         def is_ready() -> bool:
             while missing and count(missing[-1]) >= number:
@@ -234,21 +240,29 @@ class Peers:
             return not missing
 
         def look() -> None:
+            behind = [self._ranks[rank] for rank in missing if count(rank) < number]
+            late(f"{subject()}, {doing}", behind, time.monotonic() - began)
             gone = {rank: reason for rank in missing if (reason := self._reason_gone(rank))}
             if any(count(rank) < number for rank in gone):  # asked again: a rank may go after it has done its share
                 causes = "; ".join(f"rank {self._ranks[rank]} {reason}" for rank, reason in gone.items())
-                self.refuse(subject(), f"cannot complete: {causes}. The log of the rank that went first holds the cause")
+                self._refuse_explained(
+                    subject(), f"cannot complete: {causes}. The log of the rank that went first holds the cause"
+                )
 
         if not self.patience.until(is_ready, look):
-            late = [self._ranks[rank] for rank in missing if count(rank) < number]
-            self.refuse(
+            behind = [self._ranks[rank] for rank in missing if count(rank) < number]
+            self._refuse_explained(
                 subject(),
-                f"did not complete within {self.patience.timeout_seconds:g} s: waiting for rank(s) {late} {doing}. They "
+                f"did not complete within {self.patience.timeout_seconds:g} s: waiting for rank(s) {behind} {doing}. They "
                 "hang or do other work: see their output. If they are only slow, raise DEEPSPEED_TIMEOUT (minutes)",
             )
 
     def check_same_range(self, number: int, start: int, stop: int, subject: Callable[[], str]) -> None:
-        """Raise CommError unless every rank launched `[start, stop)` as its launch `number`; all have launched it."""
+        """Raise CommError unless every rank launched `[start, stop)` as its launch `number`; all have launched it.
+
+        Called before the arithmetic of each launch.
+        """
+        worked()
         for rank in range(self.size):
             theirs = self.board.range(rank, number)
             if theirs != (start, stop):
@@ -257,6 +271,12 @@ class Peers:
                     f"cannot be taken: rank {self._ranks[rank]} launched {list(theirs)} as its launch number {number}. "
                     "All ranks must launch the same ranges in the same order",
                 )
+
+    def _refuse_explained(self, subject: str, text: str) -> NoReturn:
+        """Raise what the watch knows: its verdict, or the error with where the others stand."""
+        known = WATCH.explain(self._ranks)
+        WATCH.check()
+        self.refuse(subject, f"{text}{'. ' if known else ''}{known.removesuffix('.')}")
 
     def refuse(self, subject: str, text: str) -> NoReturn:
         """Raise CommError about `subject`."""

@@ -191,6 +191,10 @@ class WholeGradients:
             places.views(self._buffer_F[bucket.start : bucket.stop])
             for places, bucket in zip(self._places, layout.buckets, strict=True)
         ]
+        self._gaps = [
+            places.gaps(self._buffer_F[bucket.start : bucket.stop])
+            for places, bucket in zip(self._places, layout.buckets, strict=True)
+        ]
         self._works: dict[int, Work | ShardWork] = {}
         self._is_filled = [False] * len(layout.buckets)
         self._is_reduced = [False] * len(layout.buckets)
@@ -211,7 +215,7 @@ class WholeGradients:
         if self._is_scattered and self._is_reduced[number]:  # [Note: carried]
             self._carried[number] = self._own(number).clone()
             self._is_filled[number] = False
-        self._places[number].take(self._views[number], is_filled=self._is_filled[number])
+        self._places[number].take(self._views[number], self._gaps[number], is_filled=self._is_filled[number])
         self._is_filled[number], self._is_reduced[number] = True, False
         return self._buffer_F[bucket.start : bucket.stop]
 
@@ -292,7 +296,6 @@ class ShardedGradients:
         self._users: list[ShardWork | None] = [None] * places
         self._next_place = 0
         self._memory: dict[tuple[int, int], tuple[Tensor, list[Tensor], list[Tensor]]] = {}
-        self._last_user: dict[int, int] = {}
         self._collected: dict[int, int] = {}
         self._works: dict[int, ShardWork] = {}
         self._is_filled = [False] * len(layout.buckets)
@@ -314,9 +317,7 @@ class ShardedGradients:
         if known is None:
             known = self._memory[number, place] = self._lay_out(number, place)
         bucket_F, views, gaps = known
-        is_dirty = self._last_user.get(place) != number  # what is padding now may have been another bucket's gradient
-        self._last_user[place] = number
-        self._places[number].take(views, gaps if is_dirty else (), is_filled=False)
+        self._places[number].take(views, gaps, is_filled=False)
         self._collected[number] = place
         return bucket_F
 
@@ -388,4 +389,5 @@ def _drop_param_grads(flat: FlatGroup) -> None:
 
 
 def _dense(grad: Tensor) -> Tensor:
-    return (grad if grad.layout == torch.strided else grad.to_dense()).detach()
+    dense = grad if grad.layout == torch.strided else grad.to_dense()
+    return dense.detach() if dense.requires_grad else dense
