@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from deepspeed import comm
 from deepspeed.comm import watch
+from deepspeed.comm.algorithms import flat_all_reducer
 from deepspeed.comm.world import current_world
 from deepspeed.errors import CommError
 from tests.support.ranks import run_ranks
@@ -195,6 +196,25 @@ def test_a_wait_in_shared_memory_takes_part() -> None:
     for text, _ in run_ranks(_without_the_back_end, 2, env=ENV):
         assert "rank 0 waits in mean of gradients [0, 64) (bucket 2) for rank(s) [1]" in text
         assert "rank 1 waits in all_reduce of 4 bytes (norm), call 1" in text
+
+
+def _shared_buckets(rank: int, _world_size: int) -> Any:
+    """Rank 0 reduces one bucket more, in shared memory; rank 1 goes on to the norm, through the back end."""
+    current_world()
+    reducer = flat_all_reducer(64, torch.float32)
+    reducer.launch(0, 32).wait()
+    if rank == 1:
+        return _told(lambda: comm.all_reduce(torch.ones(1)), "norm")
+    return _told(lambda: reducer.launch(32, 64).wait(), "bucket 1")
+
+
+def test_a_bucket_too_many_in_shared_memory_is_told_on_both_sides() -> None:
+    for text, seconds in run_ranks(_shared_buckets, 2, env=ENV):
+        assert (
+            "rank 0 waits in the mean of gradient elements [32, 64) of 64, to launch it (bucket 1) for rank(s) [1]" in text
+        )
+        assert "rank 1 waits in all_reduce of 4 bytes (norm), call" in text
+        assert seconds < 10
 
 
 def _third_rank_elsewhere(rank: int, _world_size: int) -> Any:
