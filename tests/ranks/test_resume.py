@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.errors import CheckpointError, CheckpointNotFoundError
-from tests.support.engines import config, make_engine, masters, train
+from tests.support.engines import config, make_engine, masters, train, zero
 from tests.support.models import Mlp, PartlyFrozen, TiedLm, WithEmptyParameter, build, make_batches
 from tests.support.ranks import run_ranks
 from tests.support.reference import FP64_ROUNDING, relative_difference
@@ -31,11 +31,18 @@ def settings(kind: str, world_size: int, **blocks: Any) -> dict[str, Any]:
     return config(rows=ROWS // world_size, scheduler=SCHEDULE, **precision, **blocks)
 
 
-def engine_for(model_class: Any, kind: str, optimizer: str, world_size: int, seed: int = 0) -> DeepSpeedEngine:
+def engine_for(
+    model_class: Any, kind: str, optimizer: str, world_size: int, seed: int = 0, stage: int = 0
+) -> DeepSpeedEngine:
     dtype = torch.float64 if kind == "fp64" else torch.float32
     model = build(model_class, dtype=dtype, seed=seed)
     trained = [p for p in model.parameters() if p.requires_grad]
-    return make_engine(model, settings(kind, world_size), optimizer=OPTIMIZERS[optimizer](trained))
+    blocks = zero(stage, **SMALL)
+    return make_engine(model, settings(kind, world_size, **blocks), optimizer=OPTIMIZERS[optimizer](trained))
+
+
+SMALL = {"reduce_bucket_size": 200, "stage3_param_persistence_threshold": 20}
+"""Several buckets, and at stage 3 both kinds of parameters, although the models are tiny."""
 
 
 def batches(engine: DeepSpeedEngine, world_size: int) -> list[list[list[tuple[Tensor, ...]]]]:
@@ -44,8 +51,8 @@ def batches(engine: DeepSpeedEngine, world_size: int) -> list[list[list[tuple[Te
     return [[[tuple(t.chunk(world_size)[r] for t in micro[0]) for r in range(world_size)] for micro in s] for s in whole]
 
 
-def _save(rank: int, world_size: int, folder: str, model_class: Any, kind: str, optimizer: str) -> Any:
-    engine = engine_for(model_class, kind, optimizer, world_size)
+def _save(rank: int, world_size: int, folder: str, model_class: Any, kind: str, optimizer: str, stage: int = 0) -> Any:
+    engine = engine_for(model_class, kind, optimizer, world_size, stage=stage)
     data = batches(engine, world_size)
     train(engine, data[:3], rank)
     engine.save_checkpoint(folder, tag="here", client_state={"note": "hello", "numbers": [1, 2.5]})
@@ -53,8 +60,8 @@ def _save(rank: int, world_size: int, folder: str, model_class: Any, kind: str, 
     return train(engine, data[3:], rank).weights, engine.get_lr()
 
 
-def _load(rank: int, world_size: int, folder: str, model_class: Any, kind: str, optimizer: str) -> Any:
-    engine = engine_for(model_class, kind, optimizer, world_size, seed=5)
+def _load(rank: int, world_size: int, folder: str, model_class: Any, kind: str, optimizer: str, stage: int = 0) -> Any:
+    engine = engine_for(model_class, kind, optimizer, world_size, seed=5, stage=stage)
     path, client_state = engine.load_checkpoint(folder)
     assert path is not None
     assert Path(path).name == "here"
@@ -80,6 +87,21 @@ def test_a_run_of_two_ranks_goes_on_anywhere(
 ) -> None:
     wanted, rates = run_ranks(_save, 2, str(tmp_path), model_class, kind, optimizer)[0]
     for weights, resumed_rates, _ in run_ranks(_load, resumed_on, str(tmp_path), model_class, kind, optimizer):
+        assert relative_difference(weights, wanted) <= FP64_ROUNDING
+        assert resumed_rates == rates
+
+
+@pytest.mark.parametrize("model_class", [Mlp, TiedLm, WithEmptyParameter])
+@pytest.mark.parametrize(
+    ("saved_at", "saved_on", "resumed_at", "resumed_on"),
+    [(1, 2, 1, 3), (2, 3, 2, 2), (2, 2, 0, 1), (0, 1, 2, 3), (1, 3, 3, 2), (3, 2, 1, 3), (3, 3, 3, 2), (3, 2, 0, 1)],
+)
+def test_a_run_goes_on_at_another_zero_stage_on_other_ranks(
+    tmp_path: Path, model_class: Any, saved_at: int, saved_on: int, resumed_at: int, resumed_on: int
+) -> None:
+    what = (str(tmp_path), model_class, "fp64", "adam")
+    wanted, rates = run_ranks(_save, saved_on, *what, saved_at)[0]
+    for weights, resumed_rates, _ in run_ranks(_load, resumed_on, *what, resumed_at):
         assert relative_difference(weights, wanted) <= FP64_ROUNDING
         assert resumed_rates == rates
 
