@@ -153,6 +153,7 @@ class FlatGroup:
         self.before_edit: Callable[[], None] = lambda: None
         self.optimizer: Callable[[], object | None] = lambda: None
         self.values = gatherer.buffer
+        self._empty = self.values.new_empty(0)
         self.extents = tuple(self._extents())
         self._shard_starts = [extent.start for extent in self.extents]
         is_split = kind.is_trained and kind.param_dtype != kind.master_dtype
@@ -367,9 +368,10 @@ class FlatGroup:
 
     def hide(self, number: int) -> None:
         """Empty the parameters of bucket `number`."""
-        empty = self.values.new_empty(0)
+        if self._empty.device != self.values.device:
+            self._empty = self.values.new_empty(0)
         for slot in self._slots_of(self.layout.buckets[number]):
-            self.members[slot.index].param.data = empty
+            self.members[slot.index].param.data = self._empty
 
     def publish_parameters(self) -> None:
         """Give sharded parameters the attributes that clients read; `zero.holder` knows who keeps them."""
