@@ -157,7 +157,7 @@ def _coordinator(module: nn.Module, config: DeepSpeedConfig, partition: Partitio
     coordinator = build_coordinator(module, partition.units, partition.sharded, settings, partition.shard_axis)
     for flat in partition.sharded:
         flat.publish_parameters()
-        flat.before_edit = coordinator.before_update
+        flat.before_edit = coordinator.before_edit
     return coordinator
 
 

@@ -186,8 +186,6 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, CheckpointMembers, nn.Mod
         self._refuse_changed_freezing()
         if parts.coordinator is not None:
             parts.coordinator.before_update()
-        if parts.coordinator is not None:
-            parts.coordinator.before_update()
         outcome = self.optimizer.update(self.global_steps + 1)
         self._undecided = UndecidedStep(outcome, self.lr_scheduler, self.optimizer)
         is_known = outcome.is_known()
@@ -345,6 +343,8 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, CheckpointMembers, nn.Mod
             self._parts.coordinator.remove(gather=True)
         if self.optimizer is not None:
             self.optimizer.release()
+        for flat in self._parts.partition.frozen:
+            flat.release()
         self.optimizer = None
         self._parts.report.monitor.close()
         self._parts = self._parts.without_training()

@@ -63,4 +63,13 @@ class EngineParts:
 
     def without_training(self) -> EngineParts:
         """The same parts after `engine.destroy()`."""
-        return dataclasses.replace(self, optimizer=None, reducer=None, basic_optimizer=None, unmanaged=(), frozen={})
+        return dataclasses.replace(
+            self,
+            partition=dataclasses.replace(self.partition, trained=(), frozen=(), units=()),
+            coordinator=None,
+            optimizer=None,
+            reducer=None,
+            basic_optimizer=None,
+            unmanaged=(),
+            frozen={},
+        )

@@ -236,3 +236,19 @@ def _culprit(rank: int, world_size: int) -> list[str]:
 def test_the_log_blames_the_rank_whose_gradient_was_not_finite_and_no_other() -> None:
     messages = run_ranks(_culprit, 2)
     assert "brought by rank 1;" in messages[0][0]
+
+
+def _destroyed_twice(rank: int, world_size: int) -> bool:
+    model = build(Mlp)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    settings = config(zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 0})
+    for optimizer in (torch.optim.SGD(model.parameters(), lr=0.1), None):  # training, and evaluation alone
+        engine = make_engine(model, settings, optimizer=optimizer)
+        assert all(param.numel() == 0 for param in model.parameters())
+        engine.destroy()
+        engine.destroy()
+    return all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_sharded_model_is_whole_after_destroy_however_often_that_is_called() -> None:
+    assert run_ranks(_destroyed_twice, 2) == [True, True]
