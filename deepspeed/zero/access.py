@@ -92,7 +92,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     """
     found = _trained(param)
     optimizer = None if found is None else _optimizer_of(found[0])
-    if found is None or optimizer is None or not _has_gradient(param, found[0], optimizer):
+    if found is None or optimizer is None or not _has_gradient(param, *found, optimizer):
         return None
     return _whole(*found, _gradient(*found)).mul_(optimizer.gradient_factor())
 
@@ -176,7 +176,7 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     """A 1-D copy of this rank's part of what `safe_get_full_grad` gives; None when that gives None."""
     found = _trained(param)
     optimizer = None if found is None else _optimizer_of(found[0])
-    if found is None or optimizer is None or not _has_gradient(param, found[0], optimizer):
+    if found is None or optimizer is None or not _has_gradient(param, *found, optimizer):
         return None
     return _joined(found[0], _gradient(*found)).mul_(optimizer.gradient_factor())
 
@@ -235,14 +235,21 @@ def _state(flat: FlatGroup, position: int, key: str) -> list[Part]:
     return [] if optimizer is None else state_of(optimizer.master, flat, position, key)
 
 
-def _has_gradient(param: nn.Parameter, flat: FlatGroup, optimizer: ZeroOptimizer) -> bool:
-    is_partial = optimizer.reducer.axis.size > 1 and not optimizer.reducer.is_reduced
-    return not (is_partial or (flat.gradients.keeps_param_grads and param.grad is None))
+def _has_gradient(param: nn.Parameter, flat: FlatGroup, position: int, optimizer: ZeroOptimizer) -> bool:
+    if optimizer.reducer.axis.size > 1 and not optimizer.reducer.is_reduced:
+        return False
+    if flat.gradients.keeps_param_grads:
+        return param.grad is not None
+    return flat.gradients.holds(_bucket_number(flat, position))
+
+
+def _bucket_number(flat: FlatGroup, position: int) -> int:
+    return flat.layout.buckets.index(flat.layout.bucket_of(position))
 
 
 def _gradient(flat: FlatGroup, position: int) -> list[Part]:
     if flat.gradients.keeps_param_grads:  # edits of `param.grad` count
-        flat.gradients.collect(flat.layout.buckets.index(flat.layout.bucket_of(position)))
+        flat.gradients.collect(_bucket_number(flat, position))
     return [(f, flat.gradients.shard(f.buffer_start, f.buffer_start + f.numel)) for f in flat.own_parts(position)]
 
 

@@ -46,6 +46,9 @@ class GradientStore(Protocol):
     def buffers(self) -> list[Tensor]:
         """All memory that the store keeps."""
 
+    def holds(self, number: int) -> bool:
+        """Whether the bucket has been given a gradient since the last update, as far as the store can tell."""
+
     def spend(self, start: int, stop: int) -> None:
         """The range was used by an update."""
 

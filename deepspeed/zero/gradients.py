@@ -25,7 +25,7 @@ from deepspeed.comm.algorithms import FlatAllReducer, FlatReduceScatterer, Shard
 from deepspeed.sharding import Bucket
 from deepspeed.zero.flat import FlatGroup
 
-__all__ = ["ShardedGradients", "ViewGradients", "WholeGradients", "largest_bucket_numel"]
+__all__ = ["ShardedGradients", "ViewGradients", "WholeGradients", "adopt_replaced", "largest_bucket_numel"]
 
 
 class _Places:
@@ -151,6 +151,10 @@ class ViewGradients:
         """See `GradientStore`."""
         return [self.buffer_F]
 
+    def holds(self, number: int) -> bool:
+        """See `GradientStore`. A zero that nothing was added to looks like any other."""
+        return True
+
     def spend(self, start: int, stop: int) -> None:
         """See `GradientStore`."""
         self.buffer_F[start:stop].zero_()
@@ -253,6 +257,10 @@ class WholeGradients:
     def buffers(self) -> list[Tensor]:
         """See `GradientStore`."""
         return [self._buffer_F]
+
+    def holds(self, number: int) -> bool:
+        """See `GradientStore`."""
+        return self._is_filled[number]
 
     def spend(self, start: int, stop: int) -> None:
         """See `GradientStore`. The next collection overwrites it."""
@@ -361,6 +369,10 @@ class ShardedGradients:
         """See `GradientStore`."""
         return [self._shard_S, self._scatterer.buffer]
 
+    def holds(self, number: int) -> bool:
+        """See `GradientStore`."""
+        return self._is_filled[number]
+
     def spend(self, start: int, stop: int) -> None:
         """See `GradientStore`. The next reduction overwrites it."""
 
@@ -381,6 +393,19 @@ class ShardedGradients:
 def largest_bucket_numel(flat: FlatGroup) -> int:
     """Elements of the largest bucket, padding included."""
     return max((bucket.stop - bucket.start for bucket in flat.layout.buckets), default=0)
+
+
+def adopt_replaced(flat: FlatGroup) -> None:
+    """Let a `param.grad` that the caller has set after the reduction replace what was reduced: this rank's part of it."""
+    for position, slot in enumerate(flat.layout.slots):
+        param = flat.members[slot.index].param
+        if param.grad is None:
+            continue
+        whole_F = _dense(param.grad).reshape(-1)
+        param.grad = None
+        for f in flat.own_parts(position):
+            part = whole_F[f.param_start : f.param_start + f.numel]
+            flat.gradients.shard(f.buffer_start, f.buffer_start + f.numel).copy_(part)
 
 
 def _drop_param_grads(flat: FlatGroup) -> None:

@@ -35,6 +35,7 @@ from deepspeed.comm.watch import naming
 from deepspeed.errors import UsageError
 from deepspeed.topology.mesh import AxisGroup
 from deepspeed.zero.flat import FlatGroup
+from deepspeed.zero.gradients import adopt_replaced
 from deepspeed.zero.norm import total
 from deepspeed.zero.row_sparse import mean_rows
 
@@ -176,7 +177,7 @@ class GradientReducer:
         self._arrivals: set[int] | None = set() if learns else None  # [Note: arrivals are learned]
         self._twice: set[int] = set()
         self._is_running = self._is_reducing = self._is_driven = False
-        self.is_reduced = self._is_removed = False
+        self.is_reduced = self._has_reduced = self._is_removed = False
         self.sync_enabled = True
         self._handles = self._install()
 
@@ -292,15 +293,20 @@ class GradientReducer:
     def ensure_reduced(self) -> None:
         """Before an update: reduce unless backward has. Collective over `axis`.
 
-        A gradient that the caller has dropped or replaced since then counts as it is now, on this rank.
+        A gradient that the caller has replaced since then counts as it is now, on this rank; one that was dropped too, where
+        `param.grad` shows gradients. Where every backward is reduced, a rank whose backward met no parameter at all takes
+        part here, as far as that can be: when it had no other backward since the last update.
         """
         self._require_members()
-        if not (self.is_reduced or self.reduces_every_backward):
+        if not (self.is_reduced if not self.reduces_every_backward else self._has_reduced):
             self.reduce()
             return
         for bucket in self._buckets:
             if bucket.flat.gradients.keeps_param_grads:
                 bucket.flat.gradients.collect(bucket.number)
+        for flat in self.flats:
+            if not flat.gradients.keeps_param_grads:
+                adopt_replaced(flat)
 
     def reduce(self) -> None:
         """Bring every bucket to the mean over ranks. Collective over `axis`."""
@@ -313,6 +319,7 @@ class GradientReducer:
             self._learn()
         for bucket in self._buckets:
             bucket.wait()
+        self._has_reduced = True
         self.is_reduced = self.axis.size > 1  # alone there is nothing to redo, and `collect` must still see late edits
         self._end()
 
@@ -355,7 +362,7 @@ class GradientReducer:
 
     def close_window(self) -> None:
         """The update was made or skipped."""
-        self.is_reduced = False
+        self.is_reduced = self._has_reduced = False
         for bucket in self._buckets:
             bucket.brought = None
             bucket.was_full = False
