@@ -95,8 +95,12 @@ def _started(function: Callable[..., Any], places: Places, args: Args, kwargs: K
     is_waited = channel.is_blocking and not places.is_async(args, kwargs)
     if is_waited:
         args, kwargs = places.as_async(args, kwargs)
-    work = function(*args, **kwargs)
-    record = WATCH.ledger.launch(channel, places.name, nbytes)  # a call that torch refused is not counted
+    record = WATCH.launch(channel, places.name, nbytes)
+    try:
+        work = function(*args, **kwargs)
+    except Exception:  # refused: nothing is on its way
+        WATCH.ledger.withdraw(record)
+        raise
     if work is None or not channel.is_blocking:
         return work
     if not is_waited:
@@ -110,7 +114,7 @@ def _opaque(function: Callable[..., Any], places: Places, args: Args, kwargs: Kw
     if channel is None:
         return function(*args, **kwargs)
     WATCH.check()
-    record = WATCH.ledger.launch(channel, places.name, places.nbytes(args, kwargs))
+    record = WATCH.launch(channel, places.name, places.nbytes(args, kwargs))
     try:
         if not channel.is_blocking:
             return function(*args, **kwargs)

@@ -28,6 +28,7 @@ from deepspeed.comm.divergence import Call, ChannelReport, RankReport, WaitRepor
 __all__ = ["Channel", "Ledger", "Wait"]
 
 _RECENT_CALLS = 32
+_KNOWN_RUNS = 4096
 _RENEWED_SECONDS = 2.0
 _LIBRARIES = tuple(os.path.dirname(os.path.dirname(path)) + os.sep for path in (__file__, torch.__file__ + "/"))
 _LIBRARIES += (os.path.dirname(threading.__file__) + os.sep,)
@@ -42,9 +43,11 @@ class Channel:
         is_blocking: waits for its collectives block the caller and may be cut into slices (gloo).
         launched: calls made.
         recent: the last of them, as (operation, bytes, name).
+        asked: calls that the ranks agreed on before they made them.
+        known: runs of calls after which the last needs no agreement any more.
     """
 
-    __slots__ = ("is_blocking", "key", "launched", "ranks", "recent")
+    __slots__ = ("asked", "is_blocking", "key", "known", "launched", "ranks", "recent")
 
     def __init__(self, key: str, ranks: Sequence[int], *, is_blocking: bool) -> None:
         self.key = key
@@ -52,6 +55,16 @@ class Channel:
         self.is_blocking = is_blocking
         self.launched = 0
         self.recent: deque[tuple[str, int, str]] = deque(maxlen=_RECENT_CALLS)
+        self.asked = 0
+        self.known: set[tuple[str | int, ...]] = set()
+
+    def is_new(self) -> bool:
+        """Whether the last call follows the two before it for the first time; from now on it does not."""
+        run = tuple(part for call in list(self.recent)[-3:] for part in call[:2])
+        if run in self.known or len(self.known) >= _KNOWN_RUNS:
+            return False
+        self.known.add(run)
+        return True
 
 
 class Wait:

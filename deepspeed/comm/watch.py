@@ -16,6 +16,13 @@ and stops it, `comm.collectives` follows each call with it.
 objects and other calls that gloo does not let go of block a helper thread, while the caller waits for that one in
 slices. Collectives of devices do not block the host; they are counted, and their own watchdogs (NCCL's) end them.
 
+[Note: new calls] gloo does not survive one call made with different sizes: it ends the process (SIGABRT) whose buffer
+is too small, or leaves part of the larger one as it was. So before a call of a gloo group that follows the two before
+it for the first time, the ranks agree through the store on what it is; training soon repeats itself, and then nothing
+is asked. A rank that leaves the common way comes to a call that is new to it, waits there, and is told with all others.
+When some rank does not come for several times the limit, the others start the call without agreement: the back end's
+time-out begins then.
+
 [Note: after a verdict] gloo's threads are still in the collectives that can never end, and whoever takes the process
 group down, the interpreter's end included, waits for them. A receive that times out makes gloo close all connections of
 its group, and with them go those collectives.
@@ -55,6 +62,10 @@ _LOOKS_THAT_MAY_FAIL = 3
 _JOIN_SECONDS = 2.0
 _ASKED_AT_MOST = 16
 _TAG_NOBODY_SENDS = 2**30
+_AGREEING_RANKS = 256
+_MORE_SECONDS = 3.0
+_FIRST_PAUSE_SECONDS = 0.5e-3
+_LAST_PAUSE_SECONDS = 20e-3
 
 
 class Watch:
@@ -70,6 +81,7 @@ class Watch:
         self.ledger = Ledger(0)
         self._meeting: Meeting | None = None
         self._generation = 0
+        self._limit_seconds = 0.0
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
 
@@ -87,6 +99,7 @@ class Watch:
         if world_size == 1 or limit_seconds <= 0:
             return
         self._generation += 1
+        self._limit_seconds = limit_seconds
         self.ledger = ledger = Ledger(rank)
         self._meeting = Meeting(rank, world_size, limit_seconds, ledger.report, ledger.late_seconds)
         self._wake = threading.Event()
@@ -162,6 +175,50 @@ class Watch:
         verdict = self.verdict
         if verdict:
             raise CommError(f"rank {self.ledger.rank}: {verdict}")
+
+    def launch(self, channel: Channel, operation: str, nbytes: int) -> Wait:
+        """Count a call that is about to start. May block until all ranks of the channel are there. [Note: new calls]
+
+        Raises:
+            CommError: the verdict.
+        """
+        record = self.ledger.launch(channel, operation, nbytes)
+        if channel.is_blocking and len(channel.ranks) <= _AGREEING_RANKS and channel.is_new():
+            channel.asked += 1
+            store = self._store()
+            try:
+                if store is not None:
+                    self._agree(record, channel, store)
+            except CommError:
+                raise
+            except RuntimeError as error:  # without the store there is no agreement; the call itself will tell
+                logger.debug("rank %d could not agree on %s: %s", self.ledger.rank, operation, error)
+        return record
+
+    def _agree(self, record: Wait, channel: Channel, store: PrefixStore) -> None:
+        key = f"{channel.key} {channel.asked}"
+        mine = str(record.call[:2])
+        first = store.compare_set(f"call {key}", "", mine).decode()
+        if first == mine and store.add(f"ready {key}", 1) == len(channel.ranks):
+            store.set(f"go {key}", "")
+            return
+        self.ledger.begin(record)
+        began = monotonic()
+        if first != mine:
+            record.since -= self._limit_seconds  # it is late: why wait to say so
+        pause = _FIRST_PAUSE_SECONDS
+        try:
+            while not store.check([f"go {key}"]):
+                self.check()
+                if monotonic() - began >= 4 * self._limit_seconds + _MORE_SECONDS:
+                    break
+                sleep(pause)
+                pause = min(2 * pause, _LAST_PAUSE_SECONDS)
+        finally:
+            self.ledger.end()
+        if first != mine:
+            text = f"{record.call[0]} of ranks {shortened(channel.ranks)}: here as {mine}, on another rank as {first}"
+            raise self.failed(record.call[0], channel.ranks, CommError(text))
 
     def wait(self, record: Wait, work: Any, timeout: timedelta | None = None) -> Any:
         """Block until a gloo collective is over; return what its `wait` returns.

@@ -50,6 +50,52 @@ def test_ranks_in_different_calls_are_told_both_calls_modules_and_the_step() -> 
         assert seconds < 10
 
 
+def _different_sizes(rank: int, _world_size: int, is_async: bool) -> Any:
+    """What gloo answers with SIGABRT on one rank, or with part of the values."""
+    current_world()
+    for _ in range(3):
+        comm.broadcast(torch.ones(8), 0)
+        comm.all_reduce(torch.ones(8))
+    values = torch.ones(8 if rank else 64)
+
+    def call() -> None:
+        work = comm.broadcast(values, 0, async_op=is_async)
+        if is_async:
+            work.wait()
+
+    return _told(call, "module 'a'" if rank else "module 'b'")
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_one_call_with_different_sizes_is_told_before_gloo_meets_it(is_async: bool) -> None:
+    for text, seconds in run_ranks(_different_sizes, 2, is_async, env=ENV):
+        assert "rank 0 made broadcast of 256 bytes (module 'b'), but rank 1 broadcast of 32 bytes (module 'a')" in text
+        assert seconds < 10
+
+
+def _repeated(rank: int, world_size: int) -> Any:
+    current_world()
+    pair = comm.new_group([0, 1])
+    asked = []
+    for step in range(5):
+        for numel in (3, 5, 3):
+            comm.all_reduce(torch.ones(numel))
+        comm.all_to_all_single(torch.empty(4 * world_size), torch.ones(4 * world_size))
+        if rank < 2:
+            comm.all_gather_into_tensor(torch.empty(2), torch.ones(1), group=pair)
+        if step == 2:
+            with pytest.raises(CommError, match="invalid output tensor"):
+                comm.all_gather_into_tensor(torch.empty(4), torch.ones(4))  # refused: not counted
+        asked.append(sum(channel.asked for channel in watch.WATCH.ledger._channels.values()))
+    return asked
+
+
+def test_ranks_agree_on_calls_that_are_new_and_ask_nothing_once_steps_repeat() -> None:
+    for asked in run_ranks(_repeated, 3, env=ENV):
+        assert asked[0] > 0
+        assert asked[-1] == asked[-2], asked
+
+
 def _different_order(rank: int, _world_size: int) -> Any:
     current_world()
     first, second = comm.new_group([0, 1]), comm.new_group([0, 1])
@@ -120,6 +166,8 @@ def test_a_rank_that_is_only_slow_is_waited_for() -> None:
 def _beyond_the_timeout(rank: int, _world_size: int) -> Any:
     group = dist.new_group([0, 1], timeout=timedelta(seconds=4))
     current_world()
+    for _ in range(3):
+        comm.all_reduce(torch.ones(2), group=group)
     if rank == 1:
         with watch.naming("module 'a'"):
             comm.all_reduce(torch.ones(2))
@@ -215,6 +263,19 @@ def test_a_bucket_too_many_in_shared_memory_is_told_on_both_sides() -> None:
         )
         assert "rank 1 waits in all_reduce of 4 bytes (norm), call" in text
         assert seconds < 10
+
+
+def _slow_at_a_new_call(rank: int, _world_size: int) -> list[float]:
+    current_world()
+    if rank == 1:
+        time.sleep(3 * LIMIT_SECONDS)
+    values = torch.ones(2)
+    comm.all_reduce(values)
+    return values.tolist()
+
+
+def test_a_new_call_waits_for_a_slow_rank() -> None:
+    assert run_ranks(_slow_at_a_new_call, 2, env=ENV) == [[2.0, 2.0]] * 2
 
 
 def _third_rank_elsewhere(rank: int, _world_size: int) -> Any:
