@@ -12,6 +12,7 @@
     bucket_reduced    its gradients have arrived: keep or release
     backward_over     everything that is still in use by backward is not any more
     before_update     nothing is whole; the recorded order of uses is complete            zero.trace
+    before_edit       nothing is whole, in the middle of a step
 
 Hooks, recorded order and prefetch make it fast. Results do not rest on them: a look-up and an unpack gather what they need.
 All ranks run the same modules in the same order, or the gatherer must be one that is not collective.
@@ -354,13 +355,20 @@ class ParameterCoordinator:
         self._stand_ins.clear()
 
     def before_update(self) -> None:
-        """Values are about to change: nothing is whole, and the pass is over."""
+        """The optimizer is about to change values: nothing is whole, and the pass is over. All ranks call it."""
         self.backward_over()
+        self.before_edit()
+        self.pool.enter_pass(is_training=True)
+        self.pool.close_pass()
+
+    def before_edit(self) -> None:
+        """Values are about to change outside a step: what is gathered is released, as soon as no running module uses it.
+
+        Backward refuses graphs that were built before, as autograd refuses tensors changed in place. All ranks call it.
+        """
         self.release_all()
         for unit in self.pool.units:
             unit.epoch += 1
-        self.pool.enter_pass(is_training=True)
-        self.pool.close_pass()
 
     # -- parameters used elsewhere ------------------------------------------------------------------------------------
 
@@ -405,10 +413,6 @@ class ParameterCoordinator:
             self._private.point(unit)
 
     # -- end ----------------------------------------------------------------------------------------------------------
-
-    def settle(self) -> None:
-        """Wait for gathers that are on their way. Call before shards are written to (`before_update` does)."""
-        self.pool.settle()
 
     def release_all(self) -> None:
         """Release every unit that no running module uses."""

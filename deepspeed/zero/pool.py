@@ -80,7 +80,9 @@ class UnitPool:
 
     def enter_pass(self, *, is_training: bool) -> None:
         """What is used from now on belongs to a pass of this kind."""
-        self._pass = self._passes[is_training]
+        if self._pass is not self._passes[is_training]:
+            self._pass = self._passes[is_training]
+            self._pass.lookahead.restart()  # units were gathered and released without its knowing
 
     @property
     def is_training(self) -> bool:
@@ -95,6 +97,10 @@ class UnitPool:
                 "parameters may have been gathered late. A model whose order keeps changing trains, but without prefetch."
             )
         self._pass.lookahead.restart()
+        for unit in self.units if self._ahead_numel else ():  # foreseen, but not used
+            if unit.state is ShardState.GATHERING:
+                self.bring(unit)
+                self.leave(unit)
 
     # -- use ----------------------------------------------------------------------------------------------------------
 
@@ -147,7 +153,9 @@ class UnitPool:
 
     def leave(self, unit: Unit) -> None:
         """Nobody uses `unit` any more."""
-        if unit.state is ShardState.GATHERED and not should_keep(self._distance(unit), self.live_numel, self.settings):
+        if unit.state is not ShardState.GATHERED:
+            return
+        if unit.is_outdated or not should_keep(self._distance(unit), self.live_numel, self.settings):
             self.release(unit)
 
     def release(self, unit: Unit) -> None:
@@ -174,10 +182,15 @@ class UnitPool:
                 self.bring(unit)
 
     def release_all(self) -> None:
-        """Give up every unit that no running module uses; what is on its way is waited for first."""
+        """Give up every unit that no running module uses, and the others once none does.
+
+        What is on its way is waited for first.
+        """
         self.settle()
         for unit in [*self._gathered]:
-            if not unit.users:
+            if unit.users:
+                unit.is_outdated = True
+            else:
                 self.release(unit)
 
     def refresh(self, unit: Unit) -> None:

@@ -208,6 +208,7 @@ class Unit:
         "externals",
         "fetched",
         "gathered_versions",
+        "is_outdated",
         "is_whole",
         "label",
         "launch",
@@ -260,6 +261,8 @@ class Unit:
         """Ids of parameters that a `GatheredParameters` block has in hand."""
         self.reported = 0
         """Trained pieces whose gradients have arrived in this backward."""
+        self.is_outdated = False
+        """To be released as soon as nobody uses it; the same on all ranks."""
         self.epoch = 0
         """Counts changes of its values: what autograd saved before one is of no use after it."""
 
@@ -270,6 +273,7 @@ class Unit:
         versions = [piece.flat.values._version for piece in self.pieces]
         works = [self.launch(piece, buffer) for piece, buffer in zip(self.pieces, buffers, strict=True)]
         self.buffers, self.gathered_versions, self._works = buffers, versions, works
+        self.is_outdated = False
         self.state = after
         for param in self.params:
             set_status(param, ZeroParamStatus.INFLIGHT)
@@ -323,7 +327,10 @@ class Unit:
         self.state = after
 
     def is_stale(self) -> bool:
-        """Whether the shards were written to since the unit was gathered."""
+        """Whether this rank's shards were written to since the unit was gathered.
+
+        A net for writes that nobody announced (`ParameterCoordinator.before_edit`): another rank may see it otherwise.
+        """
         for piece, version in zip(self.pieces, self.gathered_versions, strict=True):
             if piece.flat.values._version != version:
                 return True

@@ -554,6 +554,36 @@ def test_shards_that_were_written_to_are_gathered_again() -> None:
         assert _forward(sharded, inputs()).abs().sum() == 0
 
 
+def test_an_announced_edit_releases_what_is_idle_now_and_the_rest_when_it_is_done() -> None:
+    def function(model: Any, x: Tensor) -> Tensor:
+        hidden = model.first(x)
+        seen.append(sharded.states())
+        sharded.coordinator.before_edit()
+        seen.append(sharded.states())
+        return model.second(hidden) + model.own
+
+    model = Uses(function)
+    model.own = nn.Parameter(torch.ones(8))
+    sharded = shard(model, EVERYTHING, limit_numel=1)
+    seen: list[str] = []
+    loss = _forward(sharded, inputs().requires_grad_()).sum()
+    assert seen == ["model first", "model"]
+    assert sharded.states() == "second"
+    with pytest.raises(UsageError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_unit_that_was_foreseen_but_not_used_does_not_stay_on_its_way() -> None:
+    model = Uses(lambda m, x: m.second(m.first(x)) if x[0, 0] > 0 else m.first(x))
+    sharded = shard(model, GatherSettings(max_reuse_numel=0), limit_numel=1, is_late=True)
+    with torch.no_grad():
+        for sign in (1, 1, -1, -1):
+            _forward(sharded, sign * inputs().abs())
+            first, second = sharded.coordinator.pool.units
+            assert second.state.value == "sharded"
+            assert sharded.coordinator.live_numel == len(first.buffers) * first.numel
+
+
 def test_an_exception_in_a_forward_leaves_no_unit_in_use() -> None:
     def function(model: Any, x: Tensor) -> Tensor:
         hidden = model.first(x)
