@@ -89,7 +89,8 @@ def test_what_is_no_longer_used_is_not_helped() -> None:
     gc.collect()
 
     progress.make()
-    assert len(progress._helpers) == 0
+    progress.add(other := _Helper())
+    assert [reference() for reference, _ in progress._helpers] == [other], "it is forgotten when the next one comes"
 
 
 def test_a_failure_is_kept_and_told_and_a_closed_one_says_so() -> None:
