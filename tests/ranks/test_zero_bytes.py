@@ -153,3 +153,51 @@ def test_a_step_sends_what_the_formula_says(stage: int, accumulation: int) -> No
         assert abs(sent[name] - wanted.get(name, 0)) <= 0.01 * wanted.get(name, 0) + 64, (name, sent, wanted)
     volume = (2 if stage == 0 else 1) * sum(sent[name] for name in wanted) / 2
     assert volume == pytest.approx(NUMEL * (2 if stage == 0 else reductions + gathers), rel=0.01)
+
+
+# -- the peak of stage 3 ----------------------------------------------------------------------------------------------
+
+MAX_LIVE, PREFETCH = 6, 2  # layers
+
+
+def _gathered_bytes(engine: Any) -> int:
+    """Bytes of the buffers in which parameters that are whole now lie."""
+    storages = {
+        p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in engine.module.parameters() if p.numel()
+    }
+    return sum(storages.values())
+
+
+def _forward_bytes(at_rest: dict[str, int]) -> int:
+    """Bytes of everything that is as large as a layer and was not there between steps: during forward, gathered buffers."""
+    now = _bytes_of_tensors()
+    return sum(nbytes for place, nbytes in now.items() if place not in at_rest and nbytes >= LAYER_NUMEL)
+
+
+def _peak(rank: int, world_size: int, keys: dict[str, Any]) -> tuple[int, int]:
+    """Most bytes of gathered buffers seen during forward and during backward, in the third step."""
+    engine = _engine(3, stage3_param_persistence_threshold=0, **keys)
+    _steps(engine, rank, world_size, steps=2)
+    engine.empty_partition_cache()
+    at_rest = _bytes_of_tensors()
+    forward, backward = [0], [0]
+    for layer in engine.module.layers[::8]:
+        layer.register_forward_hook(lambda *_: forward.append(_forward_bytes(at_rest)))
+    for p in engine.module.parameters():
+        p.register_post_accumulate_grad_hook(lambda _: backward.append(_gathered_bytes(engine)))
+    _steps(engine, rank, world_size, steps=1)
+    return max(forward), max(backward)
+
+
+def test_stage_3_gathers_no_more_than_it_may() -> None:
+    keys = {
+        "stage3_max_live_parameters": MAX_LIVE * LAYER_NUMEL,
+        "stage3_prefetch_bucket_size": PREFETCH * LAYER_NUMEL,
+    }
+    most = (MAX_LIVE + 2 * PREFETCH) * 2 * LAYER_NUMEL
+    for forward, backward in run_ranks(_peak, 2, keys):
+        assert 2 * LAYER_NUMEL <= forward <= most
+        assert 2 * LAYER_NUMEL <= backward <= most
+    for forward, backward in run_ranks(_peak, 2, {}):  # what is measured is really there: with the defaults, everything
+        assert forward >= 0.9 * 2 * NUMEL
+        assert backward >= 0.9 * 2 * NUMEL
