@@ -87,6 +87,14 @@ def _accumulated(rank: int, world_size: int, stage: int) -> None:
     assert _values(engine.module.bias, safe_get_full_fp32_param) == [-(1 + 3 * TINY) / 4]
 
 
+def _averaged(rank: int, world_size: int, stage: int) -> None:
+    wide = {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
+    engine = _engine(stage, bf16={"enabled": True}, **wide)
+    engine.backward(engine(torch.tensor(1.0 + rank * 2.0**-7, dtype=torch.bfloat16)))
+    engine.step()
+    assert _values(engine.module.bias, safe_get_full_fp32_param) == [-(1 + (world_size - 1) / 2 * 2.0**-7)]
+
+
 def _read(rank: int, world_size: int, stage: int) -> None:
     engine, one = _engine(stage, micro_batches=2), torch.tensor(1.0)
     weight = engine.module.weight
@@ -121,6 +129,7 @@ WAYS = {
     "none on one rank": _none_on_one_rank,
     "with a graph": _with_a_graph,
     "accumulated in more precision": _accumulated,
+    "averaged in more precision": _averaged,
     "read by the user": _read,
     "reduced after backward where all must be used": _must_be_used,
 }
