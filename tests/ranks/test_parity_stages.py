@@ -24,7 +24,7 @@ from tests.support.models import Batches, Branching, Lora, TiedGpt, TinyModel, b
 from tests.support.ranks import run_ranks
 from tests.support.reference import FP64_ROUNDING, Reference, relative_difference, train_reference
 
-STAGES = (0, 1, 2)
+STAGES = (0, 1, 2, 3)
 AVERAGES_EACH_MICRO_BATCH = 2
 """The ZeRO stage from which on ranks are averaged at each micro-batch, not at the boundary."""
 
@@ -37,7 +37,11 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": functools.partial(torch.optim.AdamW, lr=RATE, weight_decay=0.1),
     "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
 }
-MODELS: dict[str, type[TinyModel]] = {"gpt": TiedGpt, "lora": Lora, "branch": Branching}
+MODELS: dict[str, Callable[[], TinyModel]] = {
+    "gpt": functools.partial(TiedGpt, blocks=1),  # with two the matrix takes half as long again; situations have two
+    "lora": Lora,
+    "branch": Branching,
+}
 PRECISIONS = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -204,7 +208,7 @@ class Matrix:
 @pytest.fixture(scope="module", params=WORLD_SIZES, ids="{} ranks".format)
 def matrix(request: pytest.FixtureRequest) -> Matrix:
     """Every setting at every stage, trained once for all tests of one world size."""
-    return Matrix(run_ranks(_train_all, request.param, STAGES, timeout_seconds=480))
+    return Matrix(run_ranks(_train_all, request.param, STAGES, timeout_seconds=900))
 
 
 def test_every_setting_trains_as_one_process_does(matrix: Matrix) -> None:
@@ -238,12 +242,11 @@ def test_sixteen_bit_masters_keep_more_than_the_weights(matrix: Matrix) -> None:
 
 
 def test_all_stages_give_the_same_bits_where_nothing_is_summed_in_another_order(matrix: Matrix) -> None:
-    # One micro-batch: the mean over ranks is the same sum. Without clipping: the norm, which each stage sums over other
-    # parts, does not come into the weights. In double precision the sum of fp32 squares would; so all of these are exact.
-    first = matrix.ranks[0].digests
+    # One micro-batch: every stage sums the same numbers over ranks in the same order. Without clipping the norm, which each
+    # stage sums over other parts, does not come into the weights.
     compared = [s for s in _settings() if s.accumulation == 1 and not s.is_clipped]
+    assert len(compared) == len(PRECISIONS) * len(MODELS)
     assert [(s, stage) for s in compared for stage in STAGES if not _same(matrix, s, stage)] == []
-    assert first
 
 
 def _same(matrix: Matrix, setting: Setting, stage: int) -> bool:
