@@ -250,8 +250,8 @@ def _store(flat: FlatGroup, config: DeepSpeedConfig, policy: DtypePolicy, data: 
     if zero.stage == 1:
         return WholeGradients(flat, scatterer(flat.layout.numel, dtype), is_scattered=True)
     places = min(_BUCKETS_IN_FLIGHT, len(flat.layout.buckets))
-    keeps_digits = torch.promote_types(communication, kind.param_dtype) == communication == dtype
-    in_flight = dtype if keeps_digits else kind.param_dtype  # a mean is rounded to what its bucket lies in
+    is_wide = communication == dtype == torch.promote_types(dtype, kind.param_dtype)
+    in_flight = dtype if is_wide else kind.param_dtype  # a mean is rounded to what its bucket lies in
     return ShardedGradients(flat, scatterer(places * largest_bucket_numel(flat), in_flight), dtype)
 
 
