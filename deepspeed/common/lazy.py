@@ -1,7 +1,7 @@
 """Packages whose names load when first used (PEP 562).
 
-Lives here: one function that makes the two hooks. Who calls it: `deepspeed/__init__.py` and the door packages, so that
-`import deepspeed` loads nothing, while `deepspeed.runtime.utils.see_memory_usage` still works after it.
+Lives here: the function that makes the two hooks, and modules that can be called. Who calls it: `deepspeed/__init__.py` and
+the door packages, so that `import deepspeed` loads nothing, while `deepspeed.runtime.utils.see_memory_usage` still works.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
-__all__ = ["attach"]
+__all__ = ["attach", "make_callable"]
 
 
 def attach(
@@ -53,3 +54,16 @@ def attach(
         return sorted({*vars(sys.modules[package_name]), *targets})
 
     return module_getattr, module_dir
+
+
+def make_callable(module_name: str, function: Callable[..., Any]) -> None:
+    """Let calling the loaded module `module_name` call `function`: for a name published as a module and as a function.
+
+    Importing a submodule sets its name in the package, so a function of that name there would not last.
+    """
+    module = sys.modules[module_name]
+
+    def call(_: ModuleType, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    module.__class__ = type(module.__class__.__name__, (ModuleType,), {"__call__": call})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from deepspeed.common.lazy import attach
 
-_SUBMODULES = ("groups", "logging", "numa", "tensor_fragment", "timer")
+_SUBMODULES = ("groups", "logging", "numa", "tensor_fragment", "timer", "z3_leaf_module")
 _NAMES = {
     "RepeatingLoader": "deepspeed.data:RepeatingLoader",
     **{
@@ -19,7 +19,6 @@ _NAMES = {
             "z3_leaf_parameter",
         )
     },
-    "z3_leaf_module": "deepspeed.utils.z3_leaf_module:z3_leaf_module",  # the module of that name first, or it wins later
     "get_numactl_cmd": "deepspeed.launcher.numa:get_numactl_cmd",
     "log_dist": "deepspeed.common.logging:log_dist",
     "log_dist_once": "deepspeed.common.logging:log_dist_once",

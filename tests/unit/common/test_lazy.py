@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,3 +60,8 @@ def test_an_unknown_name_raises_and_an_unbuilt_one_says_why(sample: ModuleType) 
 def test_dir_lists_every_name_before_it_is_loaded(sample: ModuleType) -> None:
     assert {"answer", "part", "whole"} <= set(dir(sample))
     assert "later" not in dir(sample)
+
+
+def test_a_module_may_be_called_as_the_function_of_its_name() -> None:
+    code = "import deepspeed.utils.z3_leaf_module, torch; print(deepspeed.utils.z3_leaf_module(torch.nn.Linear(1, 1)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
