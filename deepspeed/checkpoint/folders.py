@@ -30,14 +30,25 @@ from deepspeed.checkpoint.storage import Storage
 from deepspeed.common.logging import get_logger
 from deepspeed.errors import CheckpointError
 
-__all__ = ["clean", "find_folder", "new_token", "point_latest", "retire", "settle", "swap_in", "working_folder"]
+__all__ = [
+    "Aside",
+    "clean",
+    "find_folder",
+    "new_token",
+    "point_latest",
+    "retire",
+    "set_aside",
+    "settle",
+    "swap_in",
+    "working_folder",
+]
 
 _ASIDE = re.compile(r"\.(?P<name>.+)\.(?P<kind>writing|replaced)-[0-9a-f]{16}")
 
 _logger = get_logger(__name__)
 
 
-class _Aside(NamedTuple):
+class Aside(NamedTuple):
     """A folder with a leading dot: its path, the tag's folder that it belongs to, and `writing` or `replaced`."""
 
     path: Path
@@ -57,7 +68,7 @@ def working_folder(final: Path, token: str) -> Path:
 
 def clean(parent: Path, storage: Storage) -> None:
     """Remove what killed saves left in `parent`, and put back what they had set aside; live saves are left alone."""
-    for aside in _set_aside(parent):
+    for aside in set_aside(parent):
         try:
             _clean_one(aside, storage)
         except OSError as error:
@@ -131,21 +142,21 @@ def find_folder(final: Path) -> Path | None:
     """The folder to read for a tag: itself, or the one that an interrupted save had set aside, or None."""
     if final.is_dir():
         return final
-    found = (aside.path for aside in _set_aside(final.parent) if aside.final == final and aside.kind == "replaced")
+    found = (aside.path for aside in set_aside(final.parent) if aside.final == final and aside.kind == "replaced")
     return next((path for path in found if (path / MANIFEST_FILE).is_file()), None)
 
 
-def _set_aside(parent: Path) -> Iterator[_Aside]:
+def set_aside(parent: Path) -> Iterator[Aside]:
     """Folders with a leading dot that saves have made in `parent`, and a `latest` that was never renamed."""
     if not parent.is_dir():
         return
     for path in sorted(parent.iterdir()):
         match = _ASIDE.fullmatch(path.name)
         if match:
-            yield _Aside(path, path.with_name(match["name"]), match["kind"])
+            yield Aside(path, path.with_name(match["name"]), match["kind"])
 
 
-def _clean_one(aside: _Aside, storage: Storage) -> None:
+def _clean_one(aside: Aside, storage: Storage) -> None:
     lock = storage.lock(aside.path)
     if lock is None:
         return
