@@ -101,8 +101,7 @@ def accumulation_steps_of(ds_config: Any, dp_world_size: int) -> int:
     """Micro-batches per global step: as configured, else what the batch sizes leave, else 1."""
     config = ds_config if isinstance(ds_config, Mapping) else {}
     stated, train, micro = (
-        config.get(key)
-        for key in ("gradient_accumulation_steps", "train_batch_size", "train_micro_batch_size_per_gpu")
+        config.get(key) for key in ("gradient_accumulation_steps", "train_batch_size", "train_micro_batch_size_per_gpu")
     )
     if isinstance(stated, int):
         return stated
@@ -154,11 +153,11 @@ def group_members(param_shapes: Sequence[Sequence[Mapping[str, Any]]], group_cou
     """Names of the parameters of each group, in order.
 
     Args:
-        param_shapes: for each model-state file its list of name -> shape, one entry per group; at ZeRO stage 3 per sub-group.
+        param_shapes: for each model-state file its list of name -> shape, one entry per group (ZeRO stage 3: sub-group).
         group_count: parameter groups of the optimizer.
 
     Returns:
-        One list per group; no list at all where several groups were cut into sub-groups, because nothing says where each ends.
+        One list per group; none where several groups were cut into sub-groups: nothing says where each ends.
     """
     members: list[dict[str, None]] = [{} for _ in range(group_count)]
     for entries in param_shapes:
