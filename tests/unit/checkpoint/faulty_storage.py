@@ -22,6 +22,7 @@ class Refusing(Storage):
     """Raises `error` at the operations that `refuses(name, path)` picks."""
 
     def __init__(self, refuses: Callable[[str, Path], bool], number: int = errno.EIO) -> None:
+        super().__init__()
         self._refuses = refuses
         self._number = number
 
@@ -58,6 +59,7 @@ class FullDisk(Storage):
     """Takes `nbytes_left` bytes, in all files together, and no more."""
 
     def __init__(self, nbytes_left: int) -> None:
+        super().__init__()
         self.nbytes_left = nbytes_left
 
     def create(self, path: Path) -> HashedFile:

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import mmap
 import os
+import random
+import threading
 from pathlib import Path
 
 import pytest
 import xxhash
 
 from deepspeed.checkpoint.manifest import FileEntry
-from deepspeed.checkpoint.storage import Storage
+from deepspeed.checkpoint.storage import Storage, WriteOptions
 
 
 def test_a_written_file_is_described_by_its_bytes(tmp_path: Path) -> None:
@@ -80,3 +84,86 @@ def test_a_link_is_removed_and_not_what_it_points_to(tmp_path: Path) -> None:
     Storage().remove(tmp_path / "link")
     assert (tmp_path / "data" / "f").exists()
     assert not (tmp_path / "link").is_symlink()
+
+
+_SMALL = WriteOptions(block_nbytes=4096, block_count=2)
+
+
+@pytest.mark.parametrize("is_direct", [True, False])
+@pytest.mark.parametrize("block_count", [1, 2, 3])
+@pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, 3 * 4096, 50_001])
+def test_every_way_to_the_disk_writes_the_same_bytes(tmp_path: Path, nbytes: int, block_count: int, is_direct: bool) -> None:
+    data = random.Random(nbytes).randbytes(nbytes)
+    storage = Storage(WriteOptions(4096, block_count, is_direct))
+    with storage.create(tmp_path / "f") as file:
+        for start in range(0, nbytes, 1500):
+            file.write(memoryview(data)[start : start + 1500])
+        entry = file.finish()
+    assert (tmp_path / "f").read_bytes() == data
+    assert entry == FileEntry(nbytes=nbytes, xxh3_128=xxhash.xxh3_128_hexdigest(data))
+    assert storage.written.nbytes == nbytes
+
+
+def test_what_was_handed_over_may_change_at_once(tmp_path: Path) -> None:
+    data = bytearray(10_000)
+    with Storage(_SMALL).create(tmp_path / "f") as file:
+        for number in range(8):
+            data[:] = bytes([number]) * len(data)
+            file.write(memoryview(data))
+        file.finish()
+    assert (tmp_path / "f").read_bytes() == b"".join(bytes([number]) * 10_000 for number in range(8))
+
+
+def test_blocks_of_an_odd_size_are_rounded_up_to_pages(tmp_path: Path) -> None:
+    assert WriteOptions(block_nbytes=1).aligned_block_nbytes == mmap.PAGESIZE
+    with Storage(WriteOptions(block_nbytes=5000)).create(tmp_path / "f") as file:
+        file.write(memoryview(bytes(100_000)))
+        assert file.finish().nbytes == (tmp_path / "f").stat().st_size == 100_000
+
+
+def test_an_error_of_the_writing_thread_reaches_the_caller_and_ends_the_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(fd: int, data: memoryview) -> int:
+        raise OSError(errno.ENOSPC, "no space")
+
+    threads = threading.active_count()
+    with Storage(_SMALL).create(tmp_path / "f") as file:
+        monkeypatch.setattr(os, "write", full)
+        with pytest.raises(OSError, match="no space"):
+            file.write(memoryview(bytes(4 * 4096)))
+    assert threading.active_count() == threads
+
+
+def test_an_error_of_the_last_block_is_raised_by_finish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(fd: int, data: memoryview) -> int:
+        raise OSError(errno.EIO, "broken disk")
+
+    with Storage(_SMALL).create(tmp_path / "f") as file:
+        monkeypatch.setattr(os, "write", broken)
+        file.write(memoryview(bytes(4096)))
+        with pytest.raises(OSError, match="broken disk"):
+            file.finish()
+
+
+def test_a_disk_that_refuses_direct_writes_is_written_the_usual_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.write
+
+    def refuse_direct(fd: int, data: memoryview) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "unfit")
+        return real(fd, data)
+
+    with Storage(_SMALL).create(tmp_path / "f") as file:
+        monkeypatch.setattr(os, "write", refuse_direct)
+        file.write(memoryview(b"x" * 10_000))
+        file.finish()
+    assert (tmp_path / "f").read_bytes() == b"x" * 10_000
+
+
+def test_small_files_need_no_thread(tmp_path: Path) -> None:
+    threads = threading.active_count()
+    with Storage().create(tmp_path / "f") as file:
+        file.write(memoryview(b"small"))
+        assert threading.active_count() == threads
+        file.finish()
