@@ -13,13 +13,15 @@ from typing import Any, Protocol, cast
 
 import torch
 from pydantic import JsonValue
+from torch import Tensor
 
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint import strict_json
+from deepspeed.comm.aside import AsideGroup
 from deepspeed.errors import ArgumentError, CheckpointDamagedError, CheckpointError, CheckpointNotFoundError, DeepSpeedError
 
-__all__ = ["Alone", "GroupRanks", "Ranks", "ranks_of", "together"]
+__all__ = ["Alone", "AsideRanks", "GroupRanks", "Ranks", "ranks_of", "together"]
 
 _KINDS: dict[str, type[DeepSpeedError]] = {
     kind.__name__: kind for kind in (CheckpointError, CheckpointDamagedError, CheckpointNotFoundError, ArgumentError)
@@ -54,37 +56,82 @@ class Alone:
         return payload
 
 
-class GroupRanks:
-    """The ranks of a process group (None: all ranks). Blocks until every rank of the group has called."""
+class _TensorRanks:
+    """Bytes as tensors: what the two kinds of group below share. Blocks until every rank of the group has called."""
 
-    def __init__(self, rank: int, world_size: int, group: Any = None) -> None:
+    def __init__(self, rank: int, world_size: int, device: str) -> None:
         self.rank = rank
         self.world_size = world_size
-        self._group = group
-        self._first = comm.get_global_rank(group, 0)
-        kinds = {device.type for device in (group or comm.get_world_group())._device_types}
-        self._device = "cpu" if "cpu" in kinds else get_accelerator().current_device_name()
+        self._device = device
 
     def gather(self, payload: bytes) -> list[bytes]:
         """Bring every rank's bytes to rank 0: sizes first, then everything padded to the longest."""
         nbytes = torch.tensor([len(payload)], dtype=torch.int64, device=self._device)
-        sizes = [torch.empty_like(nbytes) for _ in range(self.world_size)]
-        comm.all_gather(sizes, nbytes, group=self._group)
+        sizes = self._all_gather(nbytes)
         longest = max(int(size) for size in sizes)
         mine = torch.zeros(longest, dtype=torch.uint8, device=self._device)
         mine[: len(payload)] = _to_tensor(payload).to(self._device)
-        parts = [torch.empty_like(mine) for _ in sizes] if self.rank == 0 else None
-        comm.gather(mine, gather_list=parts, dst=self._first, group=self._group)
-        return [_to_bytes(part[: int(size)]) for part, size in zip(parts or [], sizes, strict=False)]
+        parts = self._gather(mine)
+        return [_to_bytes(part[: int(size)]) for part, size in zip(parts, sizes, strict=False)]
 
     def broadcast(self, payload: bytes) -> bytes:
         """Bring rank 0's bytes to every rank: size first, then the bytes."""
         nbytes = torch.tensor([len(payload)], dtype=torch.int64, device=self._device)
-        comm.broadcast(nbytes, src=self._first, group=self._group)
+        self._broadcast(nbytes)
         buffer = _to_tensor(payload) if self.rank == 0 else torch.empty(int(nbytes), dtype=torch.uint8)
         buffer = buffer.to(self._device)
-        comm.broadcast(buffer, src=self._first, group=self._group)
+        self._broadcast(buffer)
         return _to_bytes(buffer)
+
+    def _all_gather(self, tensor: Tensor) -> list[Tensor]:
+        raise NotImplementedError
+
+    def _gather(self, tensor: Tensor) -> list[Tensor]:
+        raise NotImplementedError
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        raise NotImplementedError
+
+
+class GroupRanks(_TensorRanks):
+    """The ranks of a process group (None: all ranks)."""
+
+    def __init__(self, rank: int, world_size: int, group: Any = None) -> None:
+        kinds = {device.type for device in (group or comm.get_world_group())._device_types}
+        super().__init__(rank, world_size, "cpu" if "cpu" in kinds else get_accelerator().current_device_name())
+        self._group = group
+        self._first = comm.get_global_rank(group, 0)
+
+    def _all_gather(self, tensor: Tensor) -> list[Tensor]:
+        gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        comm.all_gather(gathered, tensor, group=self._group)
+        return gathered
+
+    def _gather(self, tensor: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(tensor) for _ in range(self.world_size)] if self.rank == 0 else None
+        comm.gather(tensor, gather_list=parts, dst=self._first, group=self._group)
+        return parts or []
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        comm.broadcast(tensor, src=self._first, group=self._group)
+
+
+class AsideRanks(_TensorRanks):
+    """All ranks, each with the one thread that the group was made for."""
+
+    def __init__(self, rank: int, group: AsideGroup) -> None:
+        super().__init__(rank, group.world_size, "cpu")
+        self._group = group
+
+    def _all_gather(self, tensor: Tensor) -> list[Tensor]:
+        return self._group.all_gather(tensor)
+
+    def _gather(self, tensor: Tensor) -> list[Tensor]:
+        gathered = self._group.all_gather(tensor)  # a few hundred bytes per rank: not worth a collective of its own
+        return gathered if self.rank == 0 else []
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        self._group.broadcast(tensor)
 
 
 def ranks_of(rank: int, world_size: int, group: Any = None) -> Ranks:
@@ -148,9 +195,9 @@ def _merge_failures(reports: Sequence[JsonValue], world_size: int) -> JsonValue:
     return {"error": kind, "text": "\n".join(texts)}
 
 
-def _to_tensor(payload: bytes) -> torch.Tensor:
+def _to_tensor(payload: bytes) -> Tensor:
     return torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)
 
 
-def _to_bytes(tensor: torch.Tensor) -> bytes:
+def _to_bytes(tensor: Tensor) -> bytes:
     return tensor.cpu().numpy().tobytes()

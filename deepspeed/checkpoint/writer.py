@@ -1,10 +1,11 @@
 """Writing a checkpoint: every rank its shard, then one commit that all ranks agree on.
 
-    every rank   describe pieces ---> rank 0: do they cover every tensor once? make .<tag>.writing-<token>/
-    every rank   write its shard, fsync ---> rank 0: client_state.json, manifest.json, fsync, rename, `latest`
+    start    every rank   describe pieces ---> rank 0: do they cover every tensor once? make .<tag>.writing-<token>/
+    finish   every rank   write its shard, fsync ---> rank 0: client_state.json, manifest.json, fsync, rename, `latest`
 
 Before the rename nothing of the previous checkpoint is touched, after it the new one is whole. Both steps end in one verdict
-for all ranks (`agreement.together`). Does not live here: what is worth saving (the engine decides that).
+for all ranks (`agreement.together`). Only the first looks at the live state; a save in the background copies it then and does
+the second in a thread (`background`). Does not live here: what is worth saving (the engine decides that).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from deepspeed.common.logging import get_logger
 from deepspeed.errors import CheckpointError
 from deepspeed.version import version
 
-__all__ = ["Piece", "write_checkpoint"]
+__all__ = ["Committed", "Content", "Piece", "StartedSave", "start_checkpoint", "write_checkpoint"]
 
 _logger = get_logger(__name__)
 
@@ -95,20 +96,81 @@ def write_checkpoint(
         CheckpointError: on all ranks alike, naming rank and file, tensor or place in the state; what was there is intact.
         ArgumentError: on all ranks alike, a tag that cannot name a folder.
     """
-    job = _Save(Path(save_dir), tag, ranks_of(rank, world_size, group), storage or Storage(), save_latest)
+    content = Content(pieces, state, client_state, rank_state or {})
+    ranks = ranks_of(rank, world_size, group)
+    started = start_checkpoint(save_dir, tag, content, ranks, save_latest=save_latest, storage=storage)
+    return started.finish(ranks).folder
+
+
+@dataclass(frozen=True)
+class Content:
+    """What goes into a checkpoint: the arguments of `write_checkpoint` that say so."""
+
+    pieces: Iterable[Piece]
+    state: Mapping[str, Any]
+    client_state: Mapping[str, Any]
+    rank_state: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A checkpoint that is on the disk, with the bytes of all its files."""
+
+    folder: Path
+    nbytes: int
+
+
+def start_checkpoint(
+    save_dir: str | os.PathLike[str],
+    tag: str,
+    content: Content,
+    ranks: Ranks,
+    *,
+    hold: Callable[[list[Piece]], list[Piece] | None] | None = None,
+    save_latest: bool = True,
+    storage: Storage | None = None,
+) -> StartedSave:
+    """The part of a save that looks at the live state. Collective over `ranks`; `finish` of the result must follow.
+
+    Everything that a user can do wrong is found here: states that cannot be stored, tensors that do not fit together, a
+    folder that cannot be made.
+
+    Args:
+        save_dir: as for `write_checkpoint`.
+        tag: as for `write_checkpoint`.
+        content: as for `write_checkpoint`.
+        ranks: those that save.
+        hold: gives the pieces with data of their own, which no later change of the state reaches, or None where it cannot.
+            Left out: the state must not change until `finish` has returned.
+        save_latest: as for `write_checkpoint`.
+        storage: as for `write_checkpoint`.
+
+    Raises:
+        CheckpointError, ArgumentError: as `write_checkpoint`.
+    """
+    save = StartedSave(Path(save_dir), tag, ranks.rank, storage or Storage(), save_latest)
     try:
-        working = together(job.ranks, lambda: job.describe(pieces, state, client_state, rank_state or {}), job.prepare)
-        final = together(job.ranks, lambda: job.write_shard(str(working)), job.commit)
-    finally:
-        job.close()
-    return Path(save_dir, str(final))
+        verdict = together(ranks, lambda: save.describe(content, hold), save.prepare)
+        save.go_on(cast("dict[str, JsonValue]", verdict))
+    except BaseException:
+        save.close()
+        raise
+    return save
 
 
-class _Save:
-    """One save on one rank. The methods run in the order in which they stand here; `prepare` and `commit` on rank 0 only."""
+class StartedSave:
+    """One save on one rank. The methods run in the order in which they stand here; `prepare` and `commit` on rank 0 only.
 
-    def __init__(self, save_dir: Path, tag: str, ranks: Ranks, storage: Storage, save_latest: bool) -> None:
-        self.ranks = ranks
+    Attributes:
+        is_held: every rank holds a copy of what it writes, so the state may change before `finish`.
+        nbytes: of this rank's pieces.
+    """
+
+    def __init__(self, save_dir: Path, tag: str, rank: int, storage: Storage, save_latest: bool) -> None:
+        self.is_held = False
+        self.nbytes = 0
+        self._rank = rank
+        self._world_size = 0
         self._save_dir = save_dir
         self._tag = tag
         self._storage = storage
@@ -120,27 +182,28 @@ class _Save:
         self._rank_state: JsonValue = None
         self._tensors: dict[str, TensorEntry] = {}
         self._working: Path | None = None
+        self._working_name = ""
         self._lock: Lock | None = None
 
-    def describe(
-        self,
-        pieces: Iterable[Piece],
-        state: Mapping[str, Any],
-        client_state: Mapping[str, Any],
-        rank_state: Mapping[str, Any],
-    ) -> JsonValue:
-        """Collect what this rank writes and describe each piece."""
-        rank = self.ranks.rank
-        self._pieces = list(pieces)
-        self._rank_state = self._take(rank_state, "rank_state", lambda number: names.rank_state_tensor(rank, number))
+    def describe(self, content: Content, hold: Callable[[list[Piece]], list[Piece] | None] | None) -> JsonValue:
+        """Collect what this rank writes, describe each piece, and take a copy where that is asked for."""
+        rank = self._rank
+        self._pieces = list(content.pieces)
+        self._rank_state = self._take(content.rank_state, "rank_state", lambda number: names.rank_state_tensor(rank, number))
         if rank == 0:
-            self._state = self._take(state, "state", names.state_tensor)
-            self._client_state = self._take(client_state, "client_state", names.client_state_tensor)
-        return [_description(piece) for piece in self._pieces]
+            self._state = self._take(content.state, "state", names.state_tensor)
+            self._client_state = self._take(content.client_state, "client_state", names.client_state_tensor)
+        descriptions: list[JsonValue] = [_description(piece) for piece in self._pieces]
+        self.nbytes = sum(piece.data.nbytes for piece in self._pieces)
+        held = None if hold is None else hold(self._pieces)
+        self._pieces = held or self._pieces
+        return {"pieces": descriptions, "is_held": held is not None}
 
-    def prepare(self, descriptions: list[JsonValue]) -> JsonValue:
-        """On rank 0: see that the pieces of all ranks cover each tensor once; make the folder, return its relative path."""
-        self._tensors = _join(descriptions)
+    def prepare(self, reports: list[JsonValue]) -> JsonValue:
+        """On rank 0: see that the pieces of all ranks cover each tensor once; make the folder."""
+        described = cast("list[dict[str, JsonValue]]", reports)
+        self._world_size = len(described)
+        self._tensors = _join([report["pieces"] for report in described])
         final = names.tag_folder(self._save_dir, self._tag)
         working = working_folder(final, self._token)
         try:
@@ -151,15 +214,35 @@ class _Save:
             self._lock = self._storage.lock(working)
         except OSError as error:
             raise CheckpointError(f"could not make a folder for tag {self._tag!r} in {self._save_dir}: {error}.") from error
-        return str(working.relative_to(self._save_dir))
+        return {
+            "working": str(working.relative_to(self._save_dir)),
+            "is_held": all(report["is_held"] for report in described),
+        }
 
-    def write_shard(self, working: str) -> JsonValue:
+    def go_on(self, verdict: Mapping[str, JsonValue]) -> None:
+        """Take over what rank 0 found."""
+        self._working_name = str(verdict["working"])
+        self.is_held = bool(verdict["is_held"])
+
+    def finish(self, ranks: Ranks) -> Committed:
+        """Write and commit. Collective over `ranks`, the same as at the start or others of equal order; in any thread.
+
+        Raises:
+            CheckpointError: on all ranks alike, naming rank and file; what was there is intact.
+        """
+        try:
+            verdict = cast("dict[str, Any]", together(ranks, self.write_shard, self.commit))
+        finally:
+            self.close()
+        return Committed(Path(self._save_dir, verdict["folder"]), verdict["nbytes"])
+
+    def write_shard(self) -> JsonValue:
         """Write this rank's file; return its entry, or None where this rank has nothing to write."""
         entries = [_entry(piece) for piece in self._pieces if piece.data.numel()]
         metadata = {names.RANK_STATE_FIELD: strict_json.dumps(self._rank_state)} if self._rank_state else {}
         if not entries and not metadata:
             return None
-        path = self._save_dir / working / names.shard_file(self.ranks.rank)
+        path = self._save_dir / self._working_name / names.shard_file(self._rank)
         try:
             with self._storage.create(path) as file:
                 write_container(file, entries, metadata)
@@ -171,7 +254,7 @@ class _Save:
             ) from error
 
     def commit(self, shards: list[JsonValue]) -> JsonValue:
-        """On rank 0: write what describes the shards, then make the folder the checkpoint; return its relative path."""
+        """On rank 0: write what describes the shards, then make the folder the checkpoint."""
         assert self._working is not None  # prepare ran on this rank
         final = names.tag_folder(self._save_dir, self._tag)
         doing = f"write {names.CLIENT_STATE_FILE}"
@@ -180,7 +263,7 @@ class _Save:
             files = {names.CLIENT_STATE_FILE: self._storage.write_file(self._working / names.CLIENT_STATE_FILE, text)}
             files |= {names.shard_file(rank): FileEntry.model_validate(shard) for rank, shard in enumerate(shards) if shard}
             doing = f"write {names.MANIFEST_FILE}"
-            self._storage.write_file(self._working / names.MANIFEST_FILE, self._manifest(files).dump())
+            manifest = self._storage.write_file(self._working / names.MANIFEST_FILE, self._manifest(files).dump())
             doing = f"rename the finished folder to {final.name}"
             old = swap_in(self._working, final, self._token, self._storage)
             self._working = None  # committed: from here on, errors leave the new checkpoint whole
@@ -194,10 +277,12 @@ class _Save:
             raise CheckpointError(
                 f"saving checkpoint {self._tag!r} in {self._save_dir}: could not {doing}: {error}. {state} {_cure(error)}"
             ) from error
-        return str(final.relative_to(self._save_dir))
+        nbytes = manifest.nbytes + sum(file.nbytes for file in files.values())
+        return {"folder": str(final.relative_to(self._save_dir)), "nbytes": nbytes}
 
     def close(self) -> None:
-        """Remove what was not committed and give the folder free."""
+        """Remove what was not committed, give the folder free, and let go of the data."""
+        self._pieces = []
         if self._working is not None:
             try:
                 retire(self._working, names.tag_folder(self._save_dir, self._tag), self._storage)
@@ -218,7 +303,7 @@ class _Save:
             version=VERSION,
             library=version,
             saved_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            world_size=self.ranks.world_size,
+            world_size=self._world_size,
             files=files,
             tensors=self._tensors,
             state=self._state,
