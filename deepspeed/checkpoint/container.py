@@ -1,33 +1,27 @@
 """The safetensors container: writing it tensor by tensor, and reading ranges of it straight into place.
 
-    | 8 bytes: N | N bytes: JSON header, padded with spaces to 8 | tensors, back to back, in header order |
-
 Written here rather than by the safetensors package because that one needs all tensors at once and gives no hash on the way;
 the files are ordinary safetensors files (the tests open them with the package). See docs/adr/0003-checkpoint-format.md.
 
 [Note: order] Tensors lie in order of falling element size, so each is aligned to its own element without any padding,
 which the format does not allow between tensors.
 
-Source: safetensors format, https://huggingface.co/docs/safetensors, "Format".
-
-Does not live here: which tensors, under which keys (`writer`, `manifest`). Called by `writer` and `reader`.
+Does not live here: the header (`safetensors_header`); which tensors, under which keys (`writer`, `manifest`). Called by
+`writer` and `reader`.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
-from pydantic import JsonValue
 from torch import Tensor
 
-from deepspeed.checkpoint import strict_json
-from deepspeed.errors import CheckpointDamagedError, CheckpointError
+from deepspeed.checkpoint.safetensors_header import Field, check_dtype, make_header, read_into, read_places
+from deepspeed.errors import CheckpointError
 
 __all__ = [
     "Entry",
@@ -44,9 +38,6 @@ __all__ = [
 
 _COPY_NBYTES = 1 << 20
 """Bytes handed to the sink at a time: small enough that a hash and the write that follows share the processor's cache."""
-
-_MAX_HEADER_NBYTES = 100_000_000
-"""The limit of the safetensors package; a longer header means a damaged length."""
 
 _DTYPES = {
     "F64": torch.float64,
@@ -125,9 +116,7 @@ def dtype_of(name: str, what: str) -> torch.dtype:
     Raises:
         CheckpointError: this version does not know the name.
     """
-    if name not in _DTYPES:
-        raise CheckpointError(f"{what} has dtype {name!r}, which this version cannot read; it reads {', '.join(_DTYPES)}.")
-    return _DTYPES[name]
+    return _DTYPES[check_dtype(name, what)]
 
 
 def write_container(sink: Sink, entries: Sequence[Entry], metadata: Mapping[str, str]) -> None:
@@ -139,19 +128,8 @@ def write_container(sink: Sink, entries: Sequence[Entry], metadata: Mapping[str,
         metadata: text to put into the header.
     """
     ordered = sorted(entries, key=lambda entry: -entry.data.element_size())  # [Note: order]; sorted() keeps the given order
-    fields: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    offset_nbytes = 0
-    for entry in ordered:
-        end_nbytes = offset_nbytes + entry.data.numel() * entry.data.element_size()
-        fields[entry.key] = {
-            "dtype": dtype_name(entry.data.dtype, f"tensor {entry.key!r}"),
-            "shape": list(entry.shape),
-            "data_offsets": [offset_nbytes, end_nbytes],
-        }
-        offset_nbytes = end_nbytes
-    header = strict_json.dumps(cast("dict[str, JsonValue]", fields)).encode()
-    header += b" " * (-len(header) % 8)
-    sink.write(memoryview(len(header).to_bytes(8, "little") + header))
+    fields = [Field(e.key, dtype_name(e.data.dtype, f"tensor {e.key!r}"), e.shape) for e in ordered]
+    sink.write(memoryview(make_header(fields, metadata)))
     for entry in ordered:
         data = bytes_of(entry.data)
         for start in range(0, len(data), _COPY_NBYTES):
@@ -170,33 +148,12 @@ def read_header(path: Path) -> Header:
     Raises:
         CheckpointDamagedError: not such a file, or cut short; the text names it.
     """
-    try:
-        with path.open("rb") as file:
-            nbytes = os.fstat(file.fileno()).st_size
-            header_nbytes = int.from_bytes(file.read(8), "little")
-            if not 2 <= header_nbytes <= min(nbytes - 8, _MAX_HEADER_NBYTES):
-                raise ValueError(f"its header of {header_nbytes} bytes does not fit into a file of {nbytes} bytes")
-            fields = strict_json.loads(file.read(header_nbytes))
-        return _parse_header(fields, 8 + header_nbytes, nbytes)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointDamagedError(f"{path} cannot be read as a safetensors file: {error}.") from error
-
-
-def _parse_header(fields: JsonValue, data_start_nbytes: int, file_nbytes: int) -> Header:
-    """Turn header fields into places, checking that each lies inside the file."""
-    described = cast("dict[str, dict[str, list[int]]]", fields)
-    metadata = {str(key): str(text) for key, text in described.pop("__metadata__", {}).items()}
-    tensors: dict[str, Located] = {}
-    for key, field in described.items():
-        dtype = dtype_of(str(field["dtype"]), f"tensor {key!r}")
-        start, end = (data_start_nbytes + int(offset) for offset in field["data_offsets"])
-        numel = prod(field["shape"])
-        if not data_start_nbytes <= start <= end <= file_nbytes or end - start != numel * dtype.itemsize:
-            raise ValueError(
-                f"tensor {key!r} at bytes {start} to {end} does not fit its shape or the file of {file_nbytes} bytes"
-            )
-        tensors[key] = Located(dtype, numel, start)
-    return Header(tensors, metadata)
+    places = read_places(path)
+    located = {
+        key: Located(dtype_of(place.dtype, f"tensor {key!r}"), place.numel, place.start_nbytes)
+        for key, place in places.tensors.items()
+    }
+    return Header(located, places.metadata)
 
 
 def read_range(path: Path, located: Located, start: int, out: Tensor) -> None:
@@ -211,15 +168,4 @@ def read_range(path: Path, located: Located, start: int, out: Tensor) -> None:
     Raises:
         CheckpointDamagedError: the file ends too early or cannot be read; the text names it.
     """
-    into = out.detach().view(torch.uint8).numpy().data
-    offset_nbytes = located.start_nbytes + start * located.dtype.itemsize
-    try:
-        with path.open("rb", buffering=0) as file:
-            file.seek(offset_nbytes)
-            while into:
-                count = file.readinto(into)
-                if not count:
-                    raise EOFError(f"the file ends {len(into)} bytes too early")
-                into = into[count:]
-    except (OSError, EOFError) as error:
-        raise CheckpointDamagedError(f"{path} cannot be read: {error}.") from error
+    read_into(path, located.start_nbytes + start * located.dtype.itemsize, out.detach().view(torch.uint8).numpy().data)

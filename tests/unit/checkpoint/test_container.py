@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from deepspeed.checkpoint import container
+from deepspeed.checkpoint import container, safetensors_header
 from deepspeed.checkpoint.container import Entry, Located, read_header, read_range, write_container
 from deepspeed.errors import CheckpointDamagedError, CheckpointError
 
@@ -158,3 +158,7 @@ def test_reading_past_the_end_is_an_error_and_not_zeros(tmp_path: Path) -> None:
     path.write_bytes(bytes(16))
     with pytest.raises(CheckpointDamagedError, match="ends 16 bytes too early"):
         read_range(path, Located(torch.float32, 8, 0), 0, torch.empty(8))
+
+
+def test_the_header_and_torch_agree_about_every_element_type() -> None:
+    assert {name: dtype.itemsize for name, dtype in container._DTYPES.items()} == safetensors_header.ITEM_NBYTES
