@@ -1,0 +1,120 @@
+"""`deepspeed-checkpoint verify DIR`: every file against its checksum, every fault named.
+
+Our own manifest and the zip archives of the original both carry checksums. Lives here: the walk over tags and files. Does
+not live here: the comparison of one file (`reader`, `original`). Called by `main`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import RenderableType
+
+from deepspeed.checkpoint import names
+from deepspeed.checkpoint.layouts import Layout, layout_of
+from deepspeed.checkpoint.manifest import Manifest
+from deepspeed.checkpoint.reader import find_file_fault
+from deepspeed.checkpoint.tags import find_tag
+from deepspeed.checkpoint.tools.facts import files_in
+from deepspeed.checkpoint.tools.output import DAMAGED, FINE, Report, line, nbytes_text
+from deepspeed.checkpoint.tools.places import Place, all_tags, find_place, latest_files, open_place
+from deepspeed.errors import CheckpointNotFoundError, DeepSpeedError
+
+__all__ = ["Verdict", "verify", "verify_tag"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found about one tag."""
+
+    tag: str
+    layout: str
+    files: int
+    nbytes: int
+    faults: list[str]
+    notes: list[str]
+    """Worth knowing, and no damage."""
+
+
+def verify(path: Path, tag: str | None, progress: Callable[[str], None] = lambda text: None) -> Report:
+    """Check one tag, or all tags of a folder and what `latest` names.
+
+    Args:
+        path: folder of tags, or that of one tag.
+        tag: only this tag.
+        progress: told the file that is read now.
+
+    Raises:
+        ArgumentError, CheckpointNotFoundError: nothing there to check.
+    """
+    faults: list[str] = []
+    if tag is not None or not path.is_dir() or layout_of(path) is not None:
+        places = [find_place(path, tag)]
+    else:
+        places = [Place(path, each, find_tag(path, each)) for each in all_tags(path)]
+        there = {place.tag for place in places}
+        faults = [
+            f"{f}: it names {named!r}, which is not there" for f, named in latest_files(path).items() if named not in there
+        ]
+        if not places and not faults:
+            raise CheckpointNotFoundError(f"{path} holds no checkpoint. Give the folder that holds the tags, or one tag's.")
+    verdicts = [verify_tag(place, progress) for place in places]
+    is_fine = not faults and not any(verdict.faults for verdict in verdicts)
+    record = {"folder": str(path), "is_fine": is_fine, "faults": faults, "tags": [asdict(verdict) for verdict in verdicts]}
+    return Report(
+        record, [*_lines(verdicts), *(line(f"DAMAGED {fault}", "red") for fault in faults)], FINE if is_fine else DAMAGED
+    )
+
+
+def verify_tag(place: Place, progress: Callable[[str], None] = lambda text: None) -> Verdict:
+    """Check every file of one tag."""
+    layout = layout_of(place.folder)
+    files = files_in(place.folder)
+    name = "unknown" if layout is None else layout.value
+    if layout is Layout.OURS:
+        faults, notes = _check_ours(place.folder, files, progress)
+    else:
+        faults, notes = _check_others(place, progress), []
+    return Verdict(place.tag, name, len(files), sum(files.values()), faults, notes)
+
+
+def _check_ours(folder: Path, there: dict[str, int], progress: Callable[[str], None]) -> tuple[list[str], list[str]]:
+    path = folder / names.MANIFEST_FILE
+    try:
+        manifest = Manifest.parse(path.read_bytes(), str(path))
+    except (DeepSpeedError, OSError) as error:
+        return [f"{names.MANIFEST_FILE}: {error} The other files cannot be checked without it."], []
+    faults = []
+    for file, entry in manifest.files.items():
+        progress(f"{folder.name}/{file}")
+        if fault := find_file_fault(folder / file, entry):
+            faults.append(fault)
+    strangers = sorted(there.keys() - manifest.files.keys() - {names.MANIFEST_FILE})
+    notes = [
+        f"{file} is named like a file of the checkpoint but belongs to none"
+        if names.is_own_file(file)
+        else f"{file} is not a file of the checkpoint"
+        for file in strangers
+    ]
+    return faults, notes
+
+
+def _check_others(place: Place, progress: Callable[[str], None]) -> list[str]:
+    progress(place.folder.name)
+    try:
+        open_place(place).check_own_share()
+    except DeepSpeedError as error:
+        return [str(error)]
+    return []
+
+
+def _lines(verdicts: list[Verdict]) -> list[RenderableType]:
+    shown: list[RenderableType] = []
+    for verdict in verdicts:
+        what = f"{verdict.tag} ({verdict.layout}, {verdict.files} files, {nbytes_text(verdict.nbytes)})"
+        shown += [line(f"DAMAGED {what}", "bold red") if verdict.faults else line(f"whole   {what}")]
+        shown += [line(f"  {fault}", "red") for fault in verdict.faults]
+        shown += [line(f"  note: {note}", "dim") for note in verdict.notes]
+    return shown
