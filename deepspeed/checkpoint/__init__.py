@@ -13,7 +13,7 @@ later job asks for the range it needs, whoever wrote it. There is no pickle anyw
 The page `docs/reference/checkpoint-format.md` describes every field; `docs/adr/0003-checkpoint-format.md` says why.
 
     engine --- Piece --> writer.write_checkpoint --> container, client_state, manifest --> folders (commit), storage (bytes)
-    engine <-- tensors - reader.open_checkpoint  <-- container, client_state, manifest <-- tags (which folder)
+    engine <-- tensors - opening.open_checkpoint <-- reader | original.stages | original.universal <-- tags (which folder)
                              every decision by `agreement.together`: all ranks go on, or all raise the same error
 """
 
@@ -22,12 +22,16 @@ from __future__ import annotations
 from deepspeed.checkpoint.client_state import UnstorableStateError, decode_client_state, encode_client_state
 from deepspeed.checkpoint.manifest import Manifest
 from deepspeed.checkpoint.moments import read_optimizer_state
-from deepspeed.checkpoint.reader import CheckpointReader, open_checkpoint
+from deepspeed.checkpoint.opening import open_checkpoint
+from deepspeed.checkpoint.reader import CheckpointReader
+from deepspeed.checkpoint.source import CheckpointSource, EngineState
 from deepspeed.checkpoint.tags import check_tags, list_tags, resolve_tag
 from deepspeed.checkpoint.writer import Piece, write_checkpoint
 
 __all__ = [
     "CheckpointReader",
+    "CheckpointSource",
+    "EngineState",
     "Manifest",
     "Piece",
     "UnstorableStateError",

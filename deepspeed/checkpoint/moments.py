@@ -9,7 +9,7 @@ import os
 from typing import Any
 
 from deepspeed.checkpoint import names
-from deepspeed.checkpoint.reader import open_checkpoint
+from deepspeed.checkpoint.opening import open_checkpoint
 
 __all__ = ["read_optimizer_state"]
 

@@ -22,6 +22,7 @@ from deepspeed.errors import ArgumentError
 __all__ = [
     "CLIENT_STATE_FILE",
     "LATEST_FILE",
+    "LATEST_UNIVERSAL_FILE",
     "MANIFEST_FILE",
     "RANK_STATE_FIELD",
     "client_state_tensor",
@@ -38,6 +39,7 @@ __all__ = [
 ]
 
 LATEST_FILE = "latest"
+LATEST_UNIVERSAL_FILE = "latest_universal"
 MANIFEST_FILE = "manifest.json"
 CLIENT_STATE_FILE = "client_state.json"
 
@@ -106,13 +108,14 @@ def tag_folder(save_dir: Path, tag: str) -> Path:
     """Folder of a tag, after checking that the tag stays inside `save_dir` and clashes with none of our own names.
 
     Raises:
-        ArgumentError: an empty or absolute tag, one with `..`, one that starts with a dot, or `latest`.
+        ArgumentError: an empty or absolute tag, one with `..`, one that starts with a dot, `latest` or
+            `latest_universal`.
     """
     parts = PurePosixPath(tag).parts
     is_bad = not parts or tag.startswith("/") or "\0" in tag or any(part.startswith(".") for part in parts)
-    if is_bad or tag == LATEST_FILE:
+    if is_bad or tag in (LATEST_FILE, LATEST_UNIVERSAL_FILE):
         raise ArgumentError(
             f"tag={tag!r} cannot name a checkpoint folder in {save_dir}. Give a relative name such as 'global_step100' "
-            f"that is not {LATEST_FILE!r} and of which no part starts with a dot."
+            f"that is not {LATEST_FILE!r} or {LATEST_UNIVERSAL_FILE!r} and of which no part starts with a dot."
         )
     return save_dir.joinpath(*parts)

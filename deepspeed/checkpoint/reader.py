@@ -1,10 +1,9 @@
-"""Reading a checkpoint: agree on the folder, check every file, then read exactly the ranges that are asked for.
+"""Reading our format: parse the manifest, check files, then read exactly the ranges that are asked for.
 
-    rank 0       which folder? (tag, or `latest`) ---> all ranks
-    every rank   parse the manifest, hash its share of the files ---> one verdict: nothing is read from a damaged checkpoint
-    every rank   .read(name, start, length): bytes from the files straight into the tensor; not collective
+    .check_own_share()             hash this rank's share of the files
+    .read(name, start, length)     bytes from the files straight into the tensor; not collective
 
-Does not live here: what becomes of the tensors (the engine), and which folders there are (tags, folders).
+Does not live here: what becomes of the tensors (the engine), which folder it is (`opening`). Called by `opening`.
 """
 
 from __future__ import annotations
@@ -22,76 +21,23 @@ import xxhash
 from torch import Tensor
 
 from deepspeed.checkpoint import names, strict_json
-from deepspeed.checkpoint.agreement import Ranks, ranks_of, together
+from deepspeed.checkpoint.agreement import Ranks
 from deepspeed.checkpoint.client_state import decode_client_state
 from deepspeed.checkpoint.container import Header, dtype_of, read_header, read_range
 from deepspeed.checkpoint.manifest import FileEntry, Manifest, Part, TensorEntry, parts_of
-from deepspeed.checkpoint.tags import find_tag, list_tags, read_latest
-from deepspeed.errors import ArgumentError, CheckpointDamagedError, CheckpointNotFoundError
+from deepspeed.checkpoint.source import EngineState
+from deepspeed.checkpoint.tags import list_tags
+from deepspeed.errors import ArgumentError, CheckpointDamagedError
 
-__all__ = ["CheckpointReader", "open_checkpoint", "share_files"]
+__all__ = ["CheckpointReader", "share_files"]
 
 _HASH_NBYTES = 1 << 20
 _STAGING_NUMEL = 1 << 22
 """Elements read at a time when they cannot go straight into the destination."""
 
 
-def open_checkpoint(
-    load_dir: str | os.PathLike[str],
-    tag: str | None = None,
-    *,
-    rank: int = 0,
-    world_size: int = 1,
-    group: Any = None,
-    verify: bool = True,
-) -> CheckpointReader:
-    """Open one checkpoint. Collective: every rank of `group` calls it and opens the folder that rank 0 finds.
-
-    Args:
-        load_dir: folder that holds the tags, seen by all ranks.
-        tag: which checkpoint; None for the one that `latest` names.
-        rank: this rank in `group`.
-        world_size: ranks of `group`.
-        group: process group of the ranks that load; None for all.
-        verify: compare every file with its hash first, each rank a share of them.
-
-    Raises:
-        CheckpointNotFoundError: no such checkpoint; the text lists the tags there are.
-        CheckpointDamagedError: a file is missing, cut short or changed; the text names each.
-        CheckpointError: written by a newer version of the format.
-    """
-    ranks = ranks_of(rank, world_size, group)
-
-    def find(_: object) -> list[Any]:
-        wanted = tag if tag is not None else read_latest(Path(load_dir))
-        if wanted is None:
-            there = ", ".join(map(repr, list_tags(load_dir))) or "none"
-            raise CheckpointNotFoundError(
-                f"{load_dir} has no file {names.LATEST_FILE!r}, so a tag is needed. Tags there: {there}. "
-                f"Give one of them, or another folder."
-            )
-        folder = find_tag(Path(load_dir), wanted, by_latest=tag is None)
-        if not (folder / names.MANIFEST_FILE).is_file():
-            raise CheckpointNotFoundError(
-                f"{folder} has no {names.MANIFEST_FILE}: it is half-written, damaged or of another format. "
-                f"Tags there: {', '.join(map(repr, list_tags(load_dir))) or 'none'}. Give one of them."
-            )
-        return [wanted, str(folder.relative_to(load_dir))]
-
-    found_tag, folder = cast("tuple[str, str]", together(ranks, lambda: None, find))
-    reader: list[CheckpointReader] = []
-
-    def look() -> None:
-        reader.append(CheckpointReader(Path(load_dir, folder), found_tag, ranks))
-        if verify:
-            reader[0].check_own_share()
-
-    together(ranks, look)
-    return reader[0]
-
-
 class CheckpointReader:
-    """One checkpoint, open for reading. It holds no open file; reading is not collective and needs no order."""
+    """A checkpoint of our format, as a `CheckpointSource`. It holds no open file."""
 
     def __init__(self, folder: Path, tag: str, ranks: Ranks) -> None:
         self.folder = folder
@@ -101,9 +47,9 @@ class CheckpointReader:
         self._headers: dict[str, Header] = {}
 
     @cached_property
-    def state(self) -> Mapping[str, Any]:
+    def state(self) -> EngineState:
         """What the engine stored besides tensors."""
-        return cast("Mapping[str, Any]", decode_client_state(self.manifest.state, self._tensor_reader(names.state_tensor)))
+        return cast("EngineState", decode_client_state(self.manifest.state, self._tensor_reader(names.state_tensor)))
 
     def client_state(self) -> dict[str, Any]:
         """What the user stored, read anew at each call; tensors are on the CPU."""
@@ -171,19 +117,11 @@ class CheckpointReader:
             self._read_part(part, dtype, out.detach()[part.at : part.at + part.length], is_direct)
         return out
 
-    def verify(self) -> None:
-        """Compare every file with the manifest. Collective: the ranks that opened the checkpoint share the files.
-
-        Raises:
-            CheckpointDamagedError: on all ranks, naming every file that is missing, cut short or changed.
-        """
-        together(self._ranks, self.check_own_share)
-
     def check_own_share(self) -> None:
         """Compare this rank's share of the files with the manifest.
 
         Raises:
-            CheckpointDamagedError: on this rank only; `verify` raises on all together.
+            CheckpointDamagedError: on this rank only; `opening.open_checkpoint` raises on all together.
         """
         sizes = {file: entry.nbytes for file, entry in self.manifest.files.items()}
         own = share_files(sizes, self._ranks.world_size)[self._ranks.rank]

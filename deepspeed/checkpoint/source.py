@@ -4,7 +4,7 @@
     the original's stage files      original.StageSource          +--> CheckpointSource --> resume, export, convert, show
     the original's universal files  original.UniversalSource    --'
 
-Tensors are global: a name (the table in `names`), a shape, and any range of the flattened elements on request. So a resume on
+Tensors are global: a name (the table in `names`), a shape, and any range of the flattened elements. So a resume on
 another topology, an export and a conversion are one piece of code each. Lives here: the contract. Does not live here: how to
 find the layout of a folder (`layouts`), how to open one (`opening`).
 """
@@ -110,8 +110,8 @@ class CheckpointSource(Protocol):
             name: the tensor's global name.
             start: first element.
             length: elements; None for all up to the end, or as many as `out` has.
-            out: flat tensor of `length` elements to fill, on any device and of any dtype (elements are converted). None makes
-                a new tensor.
+            out: flat tensor of `length` elements to fill, on any device and of any dtype (elements are converted). None
+                makes a new tensor.
 
         Returns:
             `out`, or the new flat tensor on the CPU.

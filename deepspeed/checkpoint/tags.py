@@ -12,24 +12,36 @@ from typing import Any, Literal
 
 from deepspeed.checkpoint.agreement import ranks_of, together
 from deepspeed.checkpoint.folders import find_folder
-from deepspeed.checkpoint.names import LATEST_FILE, MANIFEST_FILE, tag_folder
+from deepspeed.checkpoint.layouts import layout_of
+from deepspeed.checkpoint.names import LATEST_FILE, LATEST_UNIVERSAL_FILE, tag_folder
 from deepspeed.common.logging import get_logger
 from deepspeed.errors import CheckpointError, CheckpointNotFoundError
 
-__all__ = ["check_tags", "find_tag", "list_tags", "resolve_tag"]
+__all__ = ["check_tags", "describe_tags", "find_tag", "list_tags", "read_latest", "resolve_tag"]
 
 _logger = get_logger(__name__)
 
 
 def list_tags(load_dir: str | os.PathLike[str]) -> list[str]:
-    """Tags of the checkpoints of our format directly in `load_dir`, numbers in them counted (step2 before step10)."""
+    """Tags of the checkpoints directly in `load_dir`, of any layout, numbers in them counted (step2 before step10)."""
     folder = Path(load_dir)
-    found = [path.parent.name for path in folder.glob(f"*/{MANIFEST_FILE}")] if folder.is_dir() else []
-    return sorted((tag for tag in found if not tag.startswith(".")), key=_natural)
+    found = [path.name for path in folder.iterdir() if not path.name.startswith(".")] if folder.is_dir() else []
+    return sorted((tag for tag in found if layout_of(folder / tag) is not None), key=_natural)
+
+
+def describe_tags(load_dir: str | os.PathLike[str]) -> str:
+    """The tags of a folder as a sentence for an error text."""
+    return f"Tags there: {', '.join(map(repr, list_tags(load_dir))) or 'none'}."
 
 
 def resolve_tag(
-    load_dir: str | os.PathLike[str], tag: str | None = None, *, rank: int = 0, world_size: int = 1, group: Any = None
+    load_dir: str | os.PathLike[str],
+    tag: str | None = None,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    group: Any = None,
+    prefer_universal: bool = False,
 ) -> str | None:
     """The tag to load: `tag` itself, else what `latest` names, else None. Collective: rank 0 looks, for all ranks.
 
@@ -41,13 +53,14 @@ def resolve_tag(
         rank: this rank in `group`.
         world_size: ranks of `group`.
         group: process group of the ranks that load; None for all.
+        prefer_universal: without a tag, `latest_universal` goes before `latest`.
 
     Raises:
         CheckpointNotFoundError: no folder of that tag; the text lists the tags there are.
     """
 
     def look(_: object) -> str | None:
-        wanted = tag if tag is not None else read_latest(Path(load_dir))
+        wanted = tag if tag is not None else read_latest(Path(load_dir), prefer_universal=prefer_universal)
         if wanted is not None:
             find_tag(Path(load_dir), wanted, by_latest=tag is None)
         return wanted
@@ -56,12 +69,18 @@ def resolve_tag(
     return None if found is None else str(found)
 
 
-def read_latest(load_dir: Path) -> str | None:
-    """The tag in the file `latest`, or None where there is no such file."""
-    try:
-        return (load_dir / LATEST_FILE).read_text(encoding="utf-8", errors="replace").strip()
-    except FileNotFoundError:
-        return None
+def read_latest(load_dir: Path, *, prefer_universal: bool = False) -> str | None:
+    """The tag in the file `latest`, or, where there is none, in `latest_universal`; None where there is neither.
+
+    `prefer_universal` asks the two in the other order.
+    """
+    files = (LATEST_FILE, LATEST_UNIVERSAL_FILE)
+    for file in reversed(files) if prefer_universal else files:
+        try:
+            return (load_dir / file).read_text(encoding="utf-8", errors="replace").strip()
+        except FileNotFoundError:
+            continue
+    return None
 
 
 def find_tag(load_dir: Path, tag: str, *, by_latest: bool = False) -> Path:
@@ -72,10 +91,9 @@ def find_tag(load_dir: Path, tag: str, *, by_latest: bool = False) -> Path:
     """
     folder = find_folder(tag_folder(load_dir, tag))
     if folder is None:
-        there = ", ".join(map(repr, list_tags(load_dir))) or "none"
         source = f"the file {LATEST_FILE!r} names" if by_latest else "you asked for"
         raise CheckpointNotFoundError(
-            f"{load_dir} has no checkpoint {tag!r}, which {source}. Tags there: {there}. Give one of them as tag, "
+            f"{load_dir} has no checkpoint {tag!r}, which {source}. {describe_tags(load_dir)} Give one of them as tag, "
             f"or another folder; every rank must see it."
         )
     return folder

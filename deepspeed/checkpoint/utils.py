@@ -1,6 +1,6 @@
 """Nested containers on their way to `torch.save`. The name `deepspeed.checkpoint.utils` is one that clients import.
 
-Does not live here: our own format (`writer`). Called by `engine.save_load` for `save_16bit_model`, and by clients.
+Does not live here: our own format (`writer`). Called by `engine.whole_model` for `save_16bit_model`, and by clients.
 """
 
 from __future__ import annotations

@@ -22,11 +22,13 @@ from deepspeed.comm import watch
 from deepspeed.common.logging import warn_once
 from deepspeed.common.pytree import map_tensors
 from deepspeed.engine.config_access import ConfigAccess
+from deepspeed.engine.loading import LoadingMembers
 from deepspeed.engine.members import CompatibleMembers
 from deepspeed.engine.parts import EngineParts
 from deepspeed.engine.report import BACKWARD, BACKWARD_ALLREDUCE, BACKWARD_INNER, FORWARD, STEP, StepSummary
-from deepspeed.engine.save_load import CheckpointMembers
+from deepspeed.engine.saving import SavingMembers
 from deepspeed.engine.undecided import UndecidedStep
+from deepspeed.engine.whole_model import WholeModelMembers
 from deepspeed.errors import ArgumentError, UnbuiltFeatureError, UsageError
 from deepspeed.zero.sanity import agree, held_alike
 
@@ -34,7 +36,7 @@ _GC_EVERY_STEPS = 100
 _NO_OPTIMIZER = "on an engine without an optimizer. Give initialize() an optimizer to train."
 
 
-class DeepSpeedEngine(ConfigAccess, CompatibleMembers, CheckpointMembers, nn.Module):
+class DeepSpeedEngine(ConfigAccess, CompatibleMembers, SavingMembers, LoadingMembers, WholeModelMembers, nn.Module):
     """A model with its optimizer, schedule and data, trained over all ranks as one process would train it.
 
     Made by `deepspeed.initialize`. `engine.module` is the user's module, the same object. A name that the engine does not

@@ -2,7 +2,7 @@
 
 They are the surface that clients of the original rely on; the story of a step is in `engine.engine`.
 
-Does not live here: questions about the config (`config_access`), saving and loading (`save_load`).
+Does not live here: questions about the config (`config_access`), saving and loading (`saving`, `loading`, `whole_model`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The random generators that training draws from, as plain values: torch's on host and device, Python's, NumPy's.
 
-Does not live here: when it is taken and given back. Called by `engine.save_load`.
+Does not live here: when it is taken and given back. Called by `engine.saving` and `engine.loading`.
 """
 
 from __future__ import annotations

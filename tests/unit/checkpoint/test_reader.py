@@ -179,7 +179,7 @@ def test_a_missing_checkpoint_lists_the_tags_there_are(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match=r"no file 'latest'.*Tags there: 'one'"):
         open_checkpoint(tmp_path)
     (tmp_path / "half").mkdir()
-    with pytest.raises(CheckpointNotFoundError, match=r"half has no manifest.json.*Tags there: 'one'"):
+    with pytest.raises(CheckpointNotFoundError, match=r"half holds no checkpoint of a known layout.*Tags there: 'one'"):
         open_checkpoint(tmp_path, "half")
 
 
@@ -238,7 +238,7 @@ def test_files_can_be_checked_later(tmp_path: Path) -> None:
     _harm(folder / "rank_00000.safetensors", "flip")
     reader = open_checkpoint(tmp_path, verify=False)
     with pytest.raises(CheckpointDamagedError, match=r"rank_00000.safetensors differs from what was written"):
-        reader.verify()
+        reader.check_own_share()
 
 
 def test_a_file_that_loses_its_end_after_the_check_gives_an_error_and_no_wrong_numbers(tmp_path: Path) -> None:

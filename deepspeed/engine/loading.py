@@ -1,0 +1,201 @@
+"""What comes out of a checkpoint: the engine's side of a load, from any layout (`checkpoint.source.CheckpointSource`).
+
+    every name and shape is checked first; then values are read, each rank only what it holds
+
+Does not live here: saving (`saving`), state dicts of whole models (`whole_model`). Called by users as engine methods, on all
+ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.checkpoint import CheckpointSource, names, open_checkpoint, resolve_tag
+from deepspeed.checkpoint.source import OptimizerState
+from deepspeed.common.logging import get_logger
+from deepspeed.engine.random_state import set_random_state
+from deepspeed.engine.weights import other_tensors, some_names
+from deepspeed.errors import CheckpointError
+from deepspeed.zero.state_io import load_state
+
+if TYPE_CHECKING:
+    from deepspeed.config import DeepSpeedConfig
+    from deepspeed.engine.parts import EngineParts
+    from deepspeed.zero.optimizer import ZeroOptimizer
+
+logger = get_logger(__name__)
+
+
+class LoadingMembers:
+    """Mixin of `DeepSpeedEngine`: loading."""
+
+    module: nn.Module
+    optimizer: ZeroOptimizer | None
+    lr_scheduler: Any
+    training_dataloader: Any
+    global_steps: int
+    global_samples: int
+    skipped_steps: int
+    loaded_checkpoint_dp_world_size: int | None
+    _parts: EngineParts
+    _config: DeepSpeedConfig
+    _load_by: Callable[[Callable[..., Any], Mapping[str, Any]], None]
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Bring a checkpoint back, whatever number of ranks wrote it. Collective: all ranks call it.
+
+        Args:
+            load_dir: folder of all tags.
+            tag: which one; the one `latest` names if left out.
+            load_module_strict: names of the model and of the checkpoint must be the same.
+            load_optimizer_states: also moments, counters of the optimizer and the loss scale.
+            load_lr_scheduler_states: also the schedule.
+            load_module_only: weights and buffers, nothing else.
+            custom_load_fn: called as `custom_load_fn(src=state_dict, dst=module)` instead of copying the weights.
+
+        Returns:
+            (path of the checkpoint, client state), or (None, None) with a warning when there is no `latest` and no tag.
+
+        Raises:
+            CheckpointNotFoundError: no such tag; the text lists those there are.
+            CheckpointDamagedError: a file differs from what was written; nothing was loaded.
+            CheckpointError: names or shapes do not fit; nothing was loaded.
+        """
+        rank, world_size = self._parts.mesh.rank, self._parts.mesh.world_size
+        universal = self._config.checkpoint.load_universal
+        found = resolve_tag(load_dir, tag, rank=rank, world_size=world_size, prefer_universal=universal)
+        if found is None:
+            logger.warning("%s holds no file 'latest' and no tag was given: nothing was loaded.", load_dir)
+            return None, None
+        source = open_checkpoint(load_dir, found, rank=rank, world_size=world_size)
+        if custom_load_fn is not None:
+            self._load_by(custom_load_fn, self._state_dict_of(source))
+        else:
+            self._load_module(source, strict=load_module_strict)
+        if not load_module_only:
+            self._load_training(source, load_optimizer_states, load_lr_scheduler_states)
+        self._forget_open_window()
+        self.loaded_checkpoint_dp_world_size = source.state["dp_world_size"]
+        return str(Path(load_dir, found)), source.client_state()
+
+    def _load_module(self, source: CheckpointSource, *, strict: bool) -> None:
+        flats = self._parts.partition.flats
+        managed = {member.name for flat in flats for member in flat.members}
+        others = dict(other_tensors(self.module, managed))
+        shapes = {m.name: tuple(shape) for flat in flats for m, shape in zip(flat.members, flat.shapes, strict=True)}
+        shapes.update((name, tuple(tensor.shape)) for name, tensor in others.items())
+        stored = self._fitting(source, shapes, strict=strict)
+        with torch.no_grad(), ExitStack() as stack:
+            for flat in flats:
+                stack.enter_context(flat.replacing())
+                for f in flat.own_fragments():
+                    name = flat.members[f.index].name
+                    if name in stored:
+                        values = source.read(stored[name], f.param_start, f.numel)
+                        flat.own_master(f.buffer_start, f.buffer_start + f.numel).copy_(values)
+                if not self._config.zero_optimization.load_from_fp32_weights:
+                    flat.round_masters()
+            for name, tensor in others.items():
+                if name in stored:
+                    tensor.copy_(source.read(stored[name]).view(tensor.shape))
+
+    def _fitting(self, source: CheckpointSource, shapes: Mapping[str, tuple[int, ...]], *, strict: bool) -> dict[str, str]:
+        """Name of each weight and buffer that the model and the checkpoint both have -> the stored tensor."""
+        stored = _weights_in(source)
+        frozen_may_lack = not source.state["has_frozen_parameters"]
+        frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
+        missing = sorted(n for n in shapes if n not in stored and not (frozen_may_lack and n in frozen))
+        extra = sorted(n for n in stored if n not in shapes)
+        if strict and (missing or extra):
+            raise CheckpointError(
+                f"checkpoint {source.folder} does not fit the model: it lacks {some_names(missing)} and has "
+                f"{some_names(extra)} that the model does not have. Build the same model, or pass "
+                "load_module_strict=False to load what fits."
+            )
+        fitting = {name: stored[name] for name in shapes if name in stored}
+        for name, tensor in fitting.items():
+            if shapes[name] != source.shape(tensor):
+                raise CheckpointError(
+                    f"{name!r} has shape {shapes[name]} in the model and {source.shape(tensor)} in checkpoint "
+                    f"{source.folder}. Build the model with the sizes it was saved with."
+                )
+        return fitting
+
+    def _load_training(self, source: CheckpointSource, with_optimizer: bool, with_schedule: bool) -> None:
+        state = source.state
+        optimizer_state = state["optimizer"]
+        if with_optimizer and self.optimizer is not None and optimizer_state is not None:
+            _load_optimizer(self.optimizer, source, optimizer_state)
+            if state["loss_scaler"]:
+                self._parts.loss_guard.scaler.load_state_dict(state["loss_scaler"])
+        if with_schedule and self.lr_scheduler is not None and state["lr_scheduler"] is not None:
+            self.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        self.global_steps, self.global_samples = state["global_steps"], state["global_samples"]
+        self.skipped_steps = state["skipped_steps"]
+        self._parts.accumulation.restart(state["micro_steps"])
+        if self.training_dataloader is not None and state["data"] is not None:
+            self.training_dataloader.load_state_dict(state["data"])
+        set_random_state(source.rank_state(self._parts.mesh.rank))
+
+    def _forget_open_window(self) -> None:
+        """Gradients and losses from before the load belong to other weights."""
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+        self._parts.accumulation.close_window()
+        self._parts.loss_guard.reset()
+        self._parts.report.close_window()
+
+    def _state_dict_of(self, source: CheckpointSource) -> dict[str, Tensor]:
+        return {n: source.read(stored).view(source.shape(stored)) for n, stored in _weights_in(source).items()}
+
+
+def _family(class_name: str) -> str:
+    """Optimizers whose state means the same: FusedAdam, DeepSpeedCPUAdam, Adam and AdamW are one family."""
+    return class_name.removeprefix("Fused").removeprefix("DeepSpeedCPU").replace("AdamW", "Adam")
+
+
+def _load_optimizer(optimizer: ZeroOptimizer, source: CheckpointSource, stored: OptimizerState) -> None:
+    name = type(optimizer.optimizer).__name__
+    if stored["name"] is not None and _family(stored["name"]) != _family(name):
+        raise CheckpointError(
+            f"checkpoint {source.folder} holds the state of {stored['name']}, which {name} cannot use. Build the "
+            f"engine with {stored['name']}, or pass load_optimizer_states=False."
+        )
+    if len(stored["groups"]) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"checkpoint {source.folder} has {len(stored['groups'])} parameter groups, the optimizer "
+            f"{len(optimizer.param_groups)}. Build the optimizer with the same groups, or pass load_optimizer_states=False."
+        )
+    keys: dict[str, list[str]] = {}
+    for tensor in source.names("optimizer/"):
+        parameter, key = names.split_optimizer_tensor(tensor)
+        keys.setdefault(parameter, []).append(key)
+    load_state(
+        optimizer.master,
+        keys=lambda name: keys.get(name, []),
+        read=lambda name, key, start, numel: source.read(names.optimizer_tensor(name, key), start, numel),
+        scalars=stored["scalars"],
+        groups=stored["groups"],
+    )
+
+
+def _weights_in(source: CheckpointSource) -> dict[str, str]:
+    """Name of each weight or buffer -> the stored tensor of highest precision."""
+    prefixes = (names.module_tensor(""), names.master_tensor(""))
+    return {name.removeprefix(prefix): name for prefix in prefixes for name in source.names(prefix)}

@@ -1,0 +1,168 @@
+"""What goes into a checkpoint: the engine's side of a save. The disk is the checkpoint room's.
+
+    masters (or weights), frozen weights, buffers, optimizer tensors --> Pieces, shared out over the ranks
+    counters, schedule, loss scale, hyperparameters, data position   --> state (`checkpoint.source.EngineState`)
+    random generators                                                --> rank_state, one per rank
+
+A weight is stored once, in the highest precision there is: `master/<name>` where the model is 16-bit, else `module/<name>`.
+Both load into any engine, 16-bit or not. Does not live here: loading (`loading`), whole models (`whole_model`).
+
+Called by users as engine methods, on all ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from deepspeed.checkpoint import (
+    EngineState,
+    Piece,
+    check_tags,
+    decode_client_state,
+    encode_client_state,
+    names,
+    strict_json,
+    write_checkpoint,
+)
+from deepspeed.checkpoint.agreement import ranks_of
+from deepspeed.checkpoint.source import OptimizerState
+from deepspeed.config.secrets import without_secrets
+from deepspeed.engine.random_state import get_random_state
+from deepspeed.engine.weights import other_tensors, persistent_buffers, shared_names
+from deepspeed.errors import ArgumentError, CheckpointError
+from deepspeed.sharding import even_range
+from deepspeed.zero.state_io import state_pieces, state_scalars
+
+if TYPE_CHECKING:
+    from deepspeed.config import DeepSpeedConfig
+    from deepspeed.engine.parts import EngineParts
+    from deepspeed.topology.mesh import AxisGroup
+    from deepspeed.zero.flat import FlatGroup
+    from deepspeed.zero.optimizer import ZeroOptimizer
+
+
+class SavingMembers:
+    """Mixin of `DeepSpeedEngine`: saving."""
+
+    module: nn.Module
+    optimizer: ZeroOptimizer | None
+    lr_scheduler: Any
+    training_dataloader: Any
+    global_steps: int
+    global_samples: int
+    skipped_steps: int
+    micro_steps: int
+    _parts: EngineParts
+    _config: DeepSpeedConfig
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write a whole checkpoint. Collective: all ranks call it.
+
+        Args:
+            save_dir: folder of all tags.
+            tag: name of this one; `global_step<N>` if left out.
+            client_state: the caller's own values; plain data, NumPy and torch values (see the checkpoint reference).
+            save_latest: let `latest` name it.
+            exclude_frozen_parameters: leave out parameters that do not require gradients.
+
+        Returns:
+            True.
+
+        Raises:
+            CheckpointError: on all ranks alike; what was on disk before is intact.
+        """
+        if not str(save_dir):
+            raise ArgumentError("save_checkpoint(save_dir='') needs a folder. Give the one that holds all tags.")
+        tag = str(tag) if tag is not None else f"global_step{self.global_steps}"
+        rank, world_size = self._parts.mesh.rank, self._parts.mesh.world_size
+        check_tags(tag, self._config.checkpoint.tag_validation, rank=rank, world_size=world_size)
+        write_checkpoint(
+            save_dir,
+            tag,
+            self._pieces(exclude_frozen_parameters),
+            {**self._state(exclude_frozen_parameters)},
+            dict(client_state or {}),
+            rank=rank,
+            world_size=world_size,
+            rank_state=get_random_state(),
+            save_latest=save_latest,
+        )
+        return True
+
+    def _pieces(self, exclude_frozen: bool) -> Iterator[Piece]:
+        partition = self._parts.partition
+        replica = partition.replica_axis
+        managed = {member.name for flat in partition.flats for member in flat.members}
+        for flat in partition.flats:
+            if not (exclude_frozen and not flat.kind.is_trained):
+                yield from _flat_pieces(flat, replica)
+        if self.optimizer is not None:
+            for piece in state_pieces(self.optimizer.master, replica.size, replica.rank):
+                name = names.optimizer_tensor(piece.member.name, piece.key)
+                yield Piece(name, tuple(piece.shape), piece.start, piece.values)
+        data = self._parts.mesh.data_parallel
+        for number, (name, tensor) in enumerate(other_tensors(self.module, managed, exclude_frozen=exclude_frozen)):
+            if number % data.size == data.rank:
+                yield Piece.whole(names.module_tensor(name), tensor)
+
+    def _state(self, exclude_frozen: bool) -> EngineState:
+        optimizer, loader = self.optimizer, self.training_dataloader
+        return {
+            "global_steps": self.global_steps,
+            "global_samples": self.global_samples,
+            "skipped_steps": self.skipped_steps,
+            "micro_steps": self.micro_steps,
+            "dp_world_size": self._parts.mesh.data_parallel.size,
+            "zero_stage": self._config.zero_optimization.stage,
+            "ds_config": without_secrets(self._config.raw),
+            "shared_parameters": shared_names(self.module),
+            "frozen_parameters": [name for name, param in self.module.named_parameters() if not param.requires_grad],
+            "has_frozen_parameters": not exclude_frozen,
+            "buffers": [name for name, _ in persistent_buffers(self.module)],
+            "optimizer": None if optimizer is None else _optimizer_state(optimizer, self._parts.partition.shard_axis),
+            "loss_scaler": self._parts.loss_guard.scaler.state_dict(),
+            "lr_scheduler": None if self.lr_scheduler is None else self.lr_scheduler.state_dict(),
+            "data": loader.state_dict() if loader is not None else None,
+        }
+
+
+def _flat_pieces(flat: FlatGroup, replica: AxisGroup) -> Iterator[Piece]:
+    """This rank's share of what the flat group holds in full precision."""
+    name_of = names.master_tensor if flat.has_own_masters else names.module_tensor
+    for f in flat.own_fragments(*even_range(flat.layout.shard_numel, replica.size, replica.rank)):
+        member = flat.members[f.index]
+        values = flat.own_master(f.buffer_start, f.buffer_start + f.numel)
+        yield Piece(name_of(member.name), tuple(flat.shapes[f.index]), f.param_start, values)
+    if replica.rank == flat.axis.rank == 0:
+        for member, shape in zip(flat.members, flat.shapes, strict=True):
+            if shape.numel() == 0:
+                yield Piece.whole(name_of(member.name), flat.values.new_empty(shape))
+
+
+def _optimizer_state(optimizer: ZeroOptimizer, axis: AxisGroup) -> OptimizerState:
+    """Collective over the shard axis: the first rank gathers the counters, of which each rank knows those of its parts."""
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    members: list[list[str]] = [[] for _ in groups]
+    for flat in optimizer.master.flats:
+        members[flat.kind.group_index] += [member.name for member in flat.members]
+    scalars = state_scalars(optimizer.master)
+    if axis.size > 1:
+        encoded, _ = encode_client_state(scalars, "optimizer state")
+        for part in ranks_of(axis.rank, axis.size, axis.group).gather(strict_json.dumps(encoded).encode()):
+            scalars.update(decode_client_state(strict_json.loads(part), _no_tensor))
+    return {"name": type(optimizer.optimizer).__name__, "groups": groups, "members": members, "scalars": scalars}
+
+
+def _no_tensor(number: int) -> Tensor:
+    raise CheckpointError(f"a counter of the optimizer is a tensor (number {number}) where a plain number is needed.")

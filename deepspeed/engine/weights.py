@@ -1,0 +1,40 @@
+"""Names and tensors of a module that no flat group manages, and names that several readers of a module need.
+
+Does not live here: flat groups (`zero.flat`). Called by `saving`, `loading` and `whole_model`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+
+from torch import Tensor, nn
+
+__all__ = ["other_tensors", "persistent_buffers", "shared_names", "some_names"]
+
+_NAMES_SHOWN = 5
+
+
+def other_tensors(module: nn.Module, managed: Set[str], *, exclude_frozen: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Parameters that are not in `managed`, then persistent buffers."""
+    for name, param in module.named_parameters():
+        if name not in managed and (param.requires_grad or not exclude_frozen):
+            yield name, param.detach()
+    yield from persistent_buffers(module)
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers that a state dict holds, by name."""
+    stored = set(module.state_dict(keep_vars=True))
+    yield from ((name, buffer) for name, buffer in module.named_buffers() if name in stored)
+
+
+def shared_names(module: nn.Module) -> dict[str, str]:
+    """Second and later names of tied parameters -> their first name."""
+    first = {id(p): name for name, p in module.named_parameters()}
+    return {n: first[id(p)] for n, p in module.named_parameters(remove_duplicate=False) if first[id(p)] != n}
+
+
+def some_names(found: list[str]) -> str:
+    """The first names of a list, for an error text."""
+    shown = ", ".join(map(repr, found[:_NAMES_SHOWN])) or "nothing"
+    return shown + (f" and {len(found) - _NAMES_SHOWN} more" if len(found) > _NAMES_SHOWN else "")

@@ -1,0 +1,167 @@
+"""State dicts of the whole model, and the file of its weights alone.
+
+Does not live here: checkpoints (`saving`, `loading`). Called by users and clients as engine methods, on all ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed import comm
+from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+from deepspeed.engine.weights import some_names
+from deepspeed.errors import ArgumentError, CheckpointError
+from deepspeed.zero.flat import place_of
+from deepspeed.zero.gather import GatheredParameters
+
+if TYPE_CHECKING:
+    from deepspeed.config import DeepSpeedConfig
+    from deepspeed.engine.parts import EngineParts
+    from deepspeed.zero.flat import FlatGroup
+
+
+class WholeModelMembers:
+    """Mixin of `DeepSpeedEngine`: the model's weights in one place."""
+
+    module: nn.Module
+    _parts: EngineParts
+    _config: DeepSpeedConfig
+
+    def module_state_dict(
+        self,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """The module's state dict, frozen parameters left out on request."""
+        into: dict[str, Any] = {} if destination is None else destination
+        state_dict = self.module.state_dict(destination=into, prefix=prefix, keep_vars=keep_vars)
+        if exclude_frozen_parameters:
+            for name, param in self.module.named_parameters(remove_duplicate=False):
+                if not param.requires_grad:
+                    state_dict.pop(prefix + name, None)
+        return state_dict
+
+    def load_module_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, custom_load_fn: Callable[..., Any] | None = None
+    ) -> None:
+        """Load weights into the module and its masters. All ranks call it, with the same weights.
+
+        Raises:
+            CheckpointError: `strict`, and names or shapes differ.
+        """
+        if custom_load_fn is not None:
+            self._load_by(custom_load_fn, state_dict)
+            return
+        sharded = self._sharded_places()
+        whole = {name: value for name, value in state_dict.items() if name not in sharded}
+        found = self.module.load_state_dict(whole, strict=strict and not sharded)
+        missing = sorted(set(found.missing_keys) - (sharded.keys() & state_dict.keys()))
+        if strict and (missing or found.unexpected_keys):
+            raise CheckpointError(
+                f"the state dict does not fit the model: it lacks {some_names(missing)} and has "
+                f"{some_names(list(found.unexpected_keys))} that the model does not have. "
+                "Pass strict=False to load what fits."
+            )
+        for name, (flat, position) in sharded.items():
+            if name in state_dict:
+                shape = flat.shapes[flat.layout.slots[position].index]
+                if state_dict[name].shape != shape:
+                    raise CheckpointError(
+                        f"{name!r} has shape {tuple(shape)} in the model and {tuple(state_dict[name].shape)} in the state "
+                        "dict. Build the model with the sizes it was saved with."
+                    )
+                flat.write_parameter(position, state_dict[name])
+        self._masters_from_parameters()
+
+    def _load_by(self, custom_load_fn: Callable[..., Any], state_dict: Mapping[str, Any]) -> None:
+        """Let the caller's function copy weights; sharded parameters are whole meanwhile, and rank 0's values count."""
+        with GatheredParameters(list(self.module.parameters()), modifier_rank=self._parts.mesh.data_parallel.ranks[0]):
+            custom_load_fn(src=state_dict, dst=self.module)
+        self._masters_from_parameters()
+
+    def _masters_from_parameters(self) -> None:
+        for flat in self._parts.partition.trained:
+            flat.adopt_all()
+
+    def _sharded_places(self) -> dict[str, tuple[FlatGroup, int]]:
+        """Every name of a sharded parameter (tied ones have several) -> where it lives."""
+        places = {name: place_of(param) for name, param in self.module.named_parameters(remove_duplicate=False)}
+        return {name: place for name, place in places.items() if place is not None and place[0].is_sharded}
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        """The model's weights as the model holds them, on the CPU, on the first rank; None on the others.
+
+        Collective where parameters are sharded: they are gathered unit by unit, and only the first rank keeps them.
+        """
+        is_first = self._parts.mesh.rank == 0
+        gathered: dict[int, Tensor] = {}
+        for flat in self._parts.partition.sharded:
+            if flat.kind.is_trained or not exclude_frozen_parameters:
+                for member, value in flat.gathered():
+                    if is_first:
+                        gathered[id(member.param)] = value.to("cpu", copy=True)
+        if not is_first:
+            return None
+        whole = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        names_of = {name: id(param) for name, param in self.module.named_parameters(remove_duplicate=False)}
+        for name, key in names_of.items():
+            if name in whole and key in gathered:
+                whole[name] = gathered[key]
+        state_dict: dict[str, Tensor] = clone_tensors_for_torch_save(whole)
+        return state_dict
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        """As `_consolidated_16bit_state_dict`, for sharded parameters.
+
+        Raises:
+            ArgumentError: below stage 3.
+        """
+        stage = self._config.zero_optimization.stage
+        if stage != 3:
+            raise ArgumentError(
+                f"_zero3_consolidated_16bit_state_dict() at ZeRO stage {stage}: parameters are whole below stage 3. Use "
+                "_consolidated_16bit_state_dict(), or module.state_dict()."
+            )
+        return self._consolidated_16bit_state_dict(exclude_frozen_parameters)
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the model's weights alone, as one file that plain PyTorch loads with `weights_only=True`.
+
+        Collective: all ranks call it, and the file is there when it returns.
+
+        Returns:
+            True.
+
+        Raises:
+            ArgumentError: parameters are sharded and the config does not allow to gather them; nothing is written.
+        """
+        zero = self._config.zero_optimization
+        if zero.stage == 3 and not zero.gather_16bit_weights_on_model_save:
+            raise ArgumentError(
+                "save_16bit_model() at ZeRO stage 3 brings the whole model together on the first rank's host, which "
+                'stage3_gather_16bit_weights_on_model_save=false forbids: nothing was written. Set "zero_optimization": '
+                '{"stage3_gather_16bit_weights_on_model_save": true}, or use save_checkpoint().'
+            )
+        state_dict = self._consolidated_16bit_state_dict(exclude_frozen_parameters)
+        if state_dict is not None:
+            Path(save_dir).mkdir(parents=True, exist_ok=True)
+            aside = Path(save_dir, f".{save_filename}.writing")
+            torch.save(state_dict, aside)
+            aside.replace(Path(save_dir, save_filename))  # a kill leaves the old file or the new one
+        comm.barrier()
+        return True
+
+    save_fp16_model = save_16bit_model
