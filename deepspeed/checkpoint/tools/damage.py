@@ -6,7 +6,7 @@ not live here: the comparison of one file (`reader`, `original`). Called by `mai
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -15,7 +15,8 @@ from rich.console import RenderableType
 from deepspeed.checkpoint import names
 from deepspeed.checkpoint.layouts import Layout, layout_of
 from deepspeed.checkpoint.manifest import Manifest
-from deepspeed.checkpoint.reader import find_file_fault
+from deepspeed.checkpoint.original.archive import check_archive
+from deepspeed.checkpoint.file_check import find_file_fault
 from deepspeed.checkpoint.tags import find_tag
 from deepspeed.checkpoint.tools.facts import files_in
 from deepspeed.checkpoint.tools.output import DAMAGED, FINE, Report, line, nbytes_text
@@ -23,6 +24,8 @@ from deepspeed.checkpoint.tools.places import Place, all_tags, find_place, lates
 from deepspeed.errors import CheckpointNotFoundError, DeepSpeedError
 
 __all__ = ["Verdict", "verify", "verify_tag"]
+
+_ARCHIVE = ".pt"
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ def verify_tag(place: Place, progress: Callable[[str], None] = lambda text: None
     if layout is Layout.OURS:
         faults, notes = _check_ours(place.folder, files, progress)
     else:
-        faults, notes = _check_others(place, progress), []
+        faults, notes = _check_others(place, files, progress), []
     return Verdict(place.tag, name, len(files), sum(files.values()), faults, notes)
 
 
@@ -101,13 +104,20 @@ def _check_ours(folder: Path, there: dict[str, int], progress: Callable[[str], N
     return faults, notes
 
 
-def _check_others(place: Place, progress: Callable[[str], None]) -> list[str]:
-    progress(place.folder.name)
-    try:
-        open_place(place).check_own_share()
-    except DeepSpeedError as error:
-        return [str(error)]
-    return []
+def _check_others(place: Place, there: Iterable[str], progress: Callable[[str], None]) -> list[str]:
+    """First every archive by itself, so that one damaged file hides no other; then whether together they are complete."""
+    faults = []
+    for file in there:
+        if file.endswith(_ARCHIVE):
+            progress(f"{place.folder.name}/{file}")
+            if fault := check_archive(place.folder / file):
+                faults.append(f"{file}: {fault}")
+    if not faults:
+        try:
+            open_place(place)
+        except DeepSpeedError as error:
+            return [str(error)]
+    return faults
 
 
 def _lines(verdicts: list[Verdict]) -> list[RenderableType]:
