@@ -130,8 +130,9 @@ class NumpyArray(NumpyRecord):
         _, shape, dtype, is_fortran, content = self._state
         if not isinstance(dtype, NumpyDtype) or not isinstance(content, bytes):
             raise CheckpointError(f"a NumPy array in a checkpoint holds {type(content).__name__}, not plain elements.")
-        elements: np.ndarray[Any, Any] = np.frombuffer(content, dtype=dtype.value())
-        return elements.reshape(shape, order="F" if is_fortran else "C").copy("A")
+        elements = np.frombuffer(content, dtype=dtype.value())
+        array: np.ndarray[Any, Any] = elements.reshape(shape, order="F" if is_fortran else "C").copy("A")
+        return array
 
 
 class NumpyScalar(NumpyRecord):
