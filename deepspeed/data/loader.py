@@ -1,9 +1,12 @@
 """DeepSpeedDataLoader: the micro-batches of one rank, and its place in the data as part of the training state.
 
     iter() -> sampler from `start` on -> torch DataLoader -> one micro-batch -> samples += micro-batch x ranks -> yield
+                 ^                                                                                           |
+                 '-- a place was loaded meanwhile: the pass that is going on jumps there <--------------------'
 
 The place is `(epoch, samples, seed)`, with `samples` counted over all ranks (see `order`). It moves when a batch is handed
-out, so a state taken after the update with that batch continues behind it.
+out, so a state taken after the update with that batch continues behind it. It is a place in its epoch: when another epoch is
+set before the pass begins, that one is read from its start.
 
 Not here: how a config becomes arguments (`engine.loader`).
 """
@@ -11,20 +14,28 @@ Not here: how a config becomes arguments (`engine.loader`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
 
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.common.logging import get_logger
-from deepspeed.data.sampler import ResumableSampler, SkippingSampler
+from deepspeed.data.sampler import ResumableSampler, SkippingSampler, StartedSampler
 from deepspeed.errors import ArgumentError, UnbuiltFeatureError
 
 State = dict[str, int]
 
 logger = get_logger(__name__)
+
+
+class _Place(NamedTuple):
+    """Where the next pass begins."""
+
+    epoch: int
+    samples: int
 
 
 class EpochCounter(Protocol):
@@ -81,11 +92,14 @@ class DeepSpeedDataLoader:
         self.tput_timer = tput_timer
         self.post_process_func: Callable[[Any, Any], Any] | None = None
         self._world_size, self._rank = data_parallel_world_size, data_parallel_rank
-        self._order: ResumableSampler | SkippingSampler
+        self._order: ResumableSampler | StartedSampler | SkippingSampler
+        self.data_sampler: Any = data_sampler
         if data_sampler is None:
             self.data_sampler = self._order = ResumableSampler(dataset, self._world_size, self._rank)
+        elif type(data_sampler) is DistributedSampler:
+            self._order = StartedSampler(data_sampler)
         else:
-            self.data_sampler, self._order = data_sampler, SkippingSampler(data_sampler, self._world_size)
+            self._order = SkippingSampler(data_sampler, self._world_size)
         self._worker_seeds = torch.Generator()  # of its own: a pass must not draw from the generator that training uses
         self._loader: DataLoader[Any] = DataLoader(
             dataset,
@@ -98,24 +112,29 @@ class DeepSpeedDataLoader:
             generator=self._worker_seeds,
         )
         self._samples = 0
-        self._resume_at = 0
+        self._loaded: _Place | None = None
 
     def __len__(self) -> int:
         """Micro-batches of this rank in a whole pass."""
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        """Micro-batches from the beginning of the order, or from the place that was loaded."""
-        start, self._resume_at = self._resume_at, 0
-        self._order.start = self._samples = start
-        self._worker_seeds.manual_seed(
-            (torch.initial_seed() + self._seed + self.epoch * self._world_size + self._rank) % 2**63
-        )
-        if self.tput_timer is not None:
-            self.tput_timer.update_epoch_count()
-        for count, batch in enumerate(self._loader, start=1):
-            self._samples = start + count * self.batch_size * self._world_size
-            yield batch if self.post_process_func is None else self.post_process_func(batch, self.state_dict())
+        """Micro-batches from the beginning of the order, or from the place that was loaded, be it while they are read."""
+        is_at_end = False
+        while not is_at_end:
+            start = self._take_place()
+            self._worker_seeds.manual_seed(
+                (torch.initial_seed() + self._seed + self.epoch * self._world_size + self._rank) % 2**63
+            )
+            if self.tput_timer is not None:
+                self.tput_timer.update_epoch_count()
+            is_at_end = True
+            for count, batch in enumerate(self._loader, start=1):
+                self._samples = start + count * self.batch_size * self._world_size
+                yield batch if self.post_process_func is None else self.post_process_func(batch, self.state_dict())
+                if self._loaded is not None:
+                    is_at_end = False
+                    break
         self._samples = 0
 
     @property
@@ -140,9 +159,9 @@ class DeepSpeedDataLoader:
         if isinstance(self.data_sampler, ResumableSampler):
             self.data_sampler.seed = int(state_dict["seed"])
         self.set_epoch(int(state_dict["epoch"]))
-        self._resume_at = self._samples = int(state_dict["samples"])
+        samples = int(state_dict["samples"])
         if state_dict["length"] != self._length:
-            self._resume_at = self._samples = 0
+            samples = 0
             logger.warning(
                 "the data position was saved for %d samples, but the dataset has %d: epoch %d begins at its start. "
                 "Give the same dataset to continue inside the epoch.",
@@ -150,6 +169,32 @@ class DeepSpeedDataLoader:
                 self._length,
                 self.epoch,
             )
+        self._loaded, self._samples = _Place(self.epoch, samples), samples
+        if isinstance(self._order, SkippingSampler) and samples % self._world_size:
+            logger.warning(
+                "the data position is behind %d samples, which %d ranks cannot have read evenly: with the sampler %s, whose "
+                "order the loader does not know, %d of them are read again. A DistributedSampler continues exactly.",
+                samples,
+                self._world_size,
+                type(self.data_sampler).__name__,
+                samples % self._world_size,
+            )
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        """What differs by rank: the generators that a client's sampler draws from (`SkippingSampler`); else empty."""
+        return self._order.generators(is_inside=self._samples > 0) if isinstance(self._order, SkippingSampler) else {}
+
+    def load_rank_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Counterpart of `rank_state_dict`, besides `load_state_dict`."""
+        if isinstance(self._order, SkippingSampler):
+            self._order.load_generators(state_dict)
+
+    def _take_place(self) -> int:
+        """Begin at the place that was loaded, if it is one of this epoch; return the samples that are behind it."""
+        place, self._loaded = self._loaded, None
+        start = place.samples if place is not None and place.epoch == self.epoch else 0
+        self._order.start = self._samples = start
+        return start
 
     @property
     def _length(self) -> int:

@@ -14,10 +14,12 @@ Does not live here: permutations (torch's, in `sampler`). Called by `sampler`.
 from __future__ import annotations
 
 
-def rank_positions(length: int, start: int, world_size: int, rank: int) -> list[int]:
+def rank_positions(length: int, start: int, world_size: int, rank: int, *, drops_rest: bool = False) -> list[int]:
     """Positions that `rank` reads of an order of `length`, from position `start` on.
 
-    All ranks read equally many; when they do not come out even, the first positions of the order are read once more.
+    All ranks read equally many. When they do not come out even, the first positions of the order are read once more or,
+    with `drops_rest`, the last ones are left out.
     """
-    per_rank = -(-max(length - start, 0) // world_size)
+    left = max(length - start, 0)
+    per_rank = left // world_size if drops_rest else -(-left // world_size)
     return [(start + rank + i * world_size) % length for i in range(per_rank)]

@@ -11,7 +11,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 from deepspeed.data import DeepSpeedDataLoader, RepeatingLoader
@@ -132,6 +141,116 @@ def test_a_clients_sampler_is_taken_and_resumed_by_skipping() -> None:
     assert batches(resumed) == [[2, 3], [4, 5], [6]]
     assert batches(resumed) == [[0, 1], [2, 3], [4, 5], [6]]
     assert len(resumed) == 4
+
+
+@pytest.mark.parametrize("steps", [1, 3, 6, 7, 11, 12])
+@pytest.mark.parametrize(
+    "make_sampler",
+    [
+        lambda data, generator: RandomSampler(data),
+        lambda data, generator: RandomSampler(data, generator=generator),
+        lambda data, generator: RandomSampler(data, replacement=True, num_samples=12),
+        lambda data, generator: SubsetRandomSampler(range(1, 13), generator=generator),
+        lambda data, generator: WeightedRandomSampler([1.0] * 12, 12),
+    ],
+    ids=["shuffled", "shuffled by its own generator", "with replacement", "subset", "weighted"],
+)
+def test_a_sampler_that_draws_its_order_at_random_goes_on_in_the_same_order(make_sampler: Any, steps: int) -> None:
+    """Over passes, with training drawing from the same generator between batches; six batches are one pass."""
+
+    def drawing(loader: RepeatingLoader) -> list[list[int]]:
+        torch.rand(3)
+        return next(loader).tolist()  # type: ignore[no-any-return]
+
+    def fresh(seed: int) -> RepeatingLoader:
+        torch.manual_seed(seed)
+        return RepeatingLoader(made(12, 2, data_sampler=make_sampler(Numbers(12), torch.Generator().manual_seed(4))))
+
+    whole = fresh(1)
+    for _ in range(steps):
+        drawing(whole)
+    place, of_rank, random_state = whole.state_dict(), whole.loader.rank_state_dict(), torch.get_rng_state()
+    wanted = [drawing(whole) for _ in range(13)]
+    resumed = fresh(2)
+    resumed.load_state_dict(place)
+    resumed.loader.load_rank_state_dict(of_rank)
+    assert resumed.loader.rank_state_dict().keys() == of_rank.keys()  # saved at once, it would be the same
+    torch.set_rng_state(random_state)
+    assert [drawing(resumed) for _ in range(13)] == wanted
+
+
+@given(
+    length=st.integers(1, 30),
+    before=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    after=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    steps=st.integers(1, 6),
+    shuffle=st.booleans(),
+)
+@settings(max_examples=30)
+def test_a_clients_distributed_sampler_reads_the_rest_at_any_world_size(
+    length: int, before: tuple[int, int], after: tuple[int, int], steps: int, shuffle: bool
+) -> None:
+    def ranks(sizes: tuple[int, int]) -> list[DeepSpeedDataLoader]:
+        world_size, batch_size = sizes
+        samplers = [DistributedSampler(Numbers(length), world_size, rank, shuffle, seed=3) for rank in range(world_size)]
+        return [made(length, batch_size, world_size, rank, data_sampler=s) for rank, s in enumerate(samplers)]
+
+    order = list(DistributedSampler(Numbers(length), 1, 0, shuffle, seed=3))
+    loaders = ranks(before)
+    iterators = [iter(loader) for loader in loaders]
+    for _ in range(min(steps, len(loaders[0]))):
+        for iterator in iterators:
+            next(iterator)
+    place = loaders[0].state_dict()
+    resumed = ranks(after)
+    for loader in resumed:
+        loader.load_state_dict(place)
+    rest = [[i for batch in batches(loader) for i in batch] for loader in resumed]
+    left = order[place["samples"] :]
+    assert [i for group in zip(*rest, strict=True) for i in group][: len(left)] == left
+
+
+def test_a_distributed_sampler_that_drops_the_rest_drops_it_after_a_resume_too() -> None:
+    samplers = [DistributedSampler(Numbers(11), 2, rank, shuffle=False, drop_last=True) for rank in range(2)]
+    resumed = [made(11, 1, 2, rank, data_sampler=sampler) for rank, sampler in enumerate(samplers)]
+    for loader in resumed:
+        loader.load_state_dict({"epoch": 0, "samples": 4, "seed": 0, "length": 11})
+    assert [[i for batch in batches(loader) for i in batch] for loader in resumed] == [[4, 6, 8], [5, 7, 9]]
+
+
+def test_a_place_that_unknown_orders_cannot_meet_is_read_again_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    loader_module.logger.addHandler(caplog.handler)
+    resumed = made(8, 1, 3, 0, data_sampler=[10, 11, 12])
+    resumed.load_state_dict({"epoch": 0, "samples": 4, "seed": 0, "length": 8})
+    loader_module.logger.removeHandler(caplog.handler)
+    assert "behind 4 samples, which 3 ranks cannot have read evenly" in caplog.text
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_pass_that_is_going_on_jumps_to_the_place_that_is_loaded(workers: int) -> None:
+    """As after a rollback: the loop over the data, or its RepeatingLoader, lives on."""
+    loader = made(num_local_io_workers=workers)
+    order = batches(loader)
+    iterator = iter(loader)
+    next(iterator)
+    place = loader.state_dict()
+    assert [next(iterator).tolist() for _ in range(3)] == order[1:4]
+    loader.load_state_dict(place)
+    assert [batch.tolist() for batch in iterator] == order[1:]
+    assert batches(loader) == order
+
+
+def test_a_place_counts_in_its_own_epoch_only() -> None:
+    place = {"epoch": 2, "samples": 4, "seed": 0, "length": 10}
+    for set_epoch in ("loader", "sampler"):
+        loader, whole = made(), made()
+        loader.load_state_dict(place)
+        (loader if set_epoch == "loader" else loader.data_sampler).set_epoch(3)
+        whole.set_epoch(3)
+        assert batches(loader) == batches(whole)
+    loader.load_state_dict(place)
+    loader.set_epoch(2)
+    assert len(batches(loader)) == 3
 
 
 def test_a_place_in_a_dataset_of_another_length_is_dropped_with_a_warning() -> None:
