@@ -57,12 +57,15 @@ def _read_optimizer(rank: ModelRank, owned: Mapping[str, Tensor], members: Seque
 
 
 def _read_unsharded(rank: ModelRank, owned: Mapping[str, Tensor], members: Sequence[Sequence[str]] | None) -> Slice:
+    groups: list[dict[str, Any]] = []
     try:
+        unnamed = entries_of(rank.models[0]["optimizer"])
+        groups = unnamed.groups
         if rank.expert_optimizers:
             return _read_unsharded_experts(rank, owned)
-        return name_entries(entries_of(rank.models[0]["optimizer"]), members, owned)
+        return name_entries(unnamed, members, owned)
     except CheckpointError as error:
-        return Slice(refusal=str(error))
+        return Slice(groups=groups, members=[[] for _ in groups], refusal=str(error))
 
 
 def _read_unsharded_experts(rank: ModelRank, dense: Mapping[str, Tensor]) -> Slice:

@@ -31,6 +31,7 @@ from deepspeed.checkpoint.original.rank_slices import read_rank, read_unsharded_
 from deepspeed.checkpoint.original.share_check import check_share
 from deepspeed.checkpoint.original.slices import Slice, stored
 from deepspeed.checkpoint.original.tensor_parallel import TensorParallelRules
+from deepspeed.checkpoint.original.unsharded import unsharded_scaler
 from deepspeed.checkpoint.source import EngineState, OptimizerState
 from deepspeed.errors import CheckpointDamagedError, CheckpointError
 
@@ -152,7 +153,7 @@ def _put_together(
     for layer, of_tensor_ranks in layers.items():
         for key, name in names[layer].items():
             whole.weights[name] = rules.join(name, [stored(state[key]) for state in of_tensor_ranks])
-    return whole, loss_scaler_of(ranks[0].shards[0] if ranks[0].shards else first.get("optimizer") or {})
+    return whole, loss_scaler_of(ranks[0].shards[0] if ranks[0].shards else unsharded_scaler(first.get("optimizer") or {}))
 
 
 def _open_layers(folder: Path, files: StageFiles) -> dict[int, list[Mapping[str, Tensor]]]:

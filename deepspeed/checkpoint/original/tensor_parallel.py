@@ -6,6 +6,8 @@
     row                 side by side, dimension 1     vocabulary       over each other, padding rows cut off
     replicated          the first rank's              averaged         the mean
 
+Automatic tensor parallelism also states where every element belongs (`affine`); where it does, that counts.
+
 Does not live here: what the slices are (`slices`). Called by `stages`.
 """
 
@@ -17,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+from deepspeed.checkpoint.original.affine import AffineMap
 from deepspeed.checkpoint.original.assembled import Joined, Mean, Section, Stored
 from deepspeed.errors import CheckpointError
 
@@ -28,7 +31,8 @@ _ROW = "parameter_with_row_parallelism_patterns"
 _VOCABULARY = "vocabulary_parameter_patterns"
 _TWO = "parameter_with_2_sub_params_cat_dim_0"
 _SUB = "parameter_with_sub_params"
-_UNSUPPORTED = ("autotp_unsupported_parameter_patterns", "affine_map", "sub_param_shard_widths")
+_UNSUPPORTED = ("autotp_unsupported_parameter_patterns", "sub_param_shard_widths")
+_AFFINE = "affine_map"
 
 
 class SubParameters(NamedTuple):
@@ -53,6 +57,7 @@ class TensorParallelRules:
     def __init__(self, info: Mapping[str, Any] | None, degree: int) -> None:
         self._info = info
         self._degree = degree
+        self._affine = AffineMap(info[_AFFINE]) if info and info.get(_AFFINE) and degree > 1 else None
 
     def join(self, name: str, slices: Sequence[Stored]) -> Stored:
         """The whole tensor from the slices of all tensor-parallel ranks, in order.
@@ -69,15 +74,21 @@ class TensorParallelRules:
                 "universal_checkpoint_info that says how they fit together. Give the model an attribute of that name where "
                 "it was saved and save again, or consolidate it there."
             )
+        if self._affine is not None and (whole := self._affine.join(name, slices)) is not None:
+            return whole
         if not first.shape or self._matches(name, *_REPLICATED):
             return first
-        if self._matches(name, _AVERAGED):
-            return Stored(first.shape, first.dtype, Mean([s.values for s in slices]))
+        return self._join_parts(name, slices)
+
+    def _join_parts(self, name: str, slices: Sequence[Stored]) -> Stored:
+        first = slices[0]
         for key in _UNSUPPORTED:
             if self._matches(name, key):
                 raise CheckpointError(
                     f"{name!r} is cut by {key}, which cannot be put together. Consolidate it where it was saved."
                 )
+        if self._matches(name, _AVERAGED):
+            return Stored(first.shape, first.dtype, Mean([s.values for s in slices]))
         if sub := self._sub_parameters(name, first):
             return _joined_by_parts(name, slices, sub)
         if self._matches(name, _ROW) and len(first.shape) > 1:

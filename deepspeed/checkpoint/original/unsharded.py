@@ -20,9 +20,10 @@ from torch import Tensor
 
 from deepspeed.checkpoint.original.engine_state import plain_groups
 from deepspeed.checkpoint.original.slices import Slice, plain, stored
+from deepspeed.checkpoint.original.stand_ins import LossScaler
 from deepspeed.errors import CheckpointError
 
-__all__ = ["Entry", "UnnamedEntries", "entries_of", "name_entries"]
+__all__ = ["Entry", "UnnamedEntries", "entries_of", "name_entries", "unsharded_scaler"]
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,11 @@ def entries_of(optimizer: Mapping[str, Any]) -> UnnamedEntries:
             master = masters[len(entries)].detach() if len(entries) < len(masters) else None
             entries.append(Entry(number, inner["state"].get(index, {}), master))
     return UnnamedEntries(entries, plain_groups(inner["param_groups"]))
+
+
+def unsharded_scaler(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """The loss scaler of a 16-bit wrapper, as a shard would hold it; empty for a torch optimizer."""
+    return {"loss_scaler": LossScaler(**optimizer)} if "cur_scale" in optimizer else {}
 
 
 def name_entries(unnamed: UnnamedEntries, members: Sequence[Sequence[str]] | None, weights: Mapping[str, Tensor]) -> Slice:
