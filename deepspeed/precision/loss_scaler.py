@@ -141,6 +141,10 @@ class NullScaler(LossScaler):
     def __init__(self) -> None:
         super().__init__(1.0)
 
+    def state_dict(self) -> dict[str, float]:
+        """Nothing: training that goes on in fp16 begins with the scale of its config, not with 1."""
+        return {}
+
 
 class DynamicLossScaler(LossScaler):
     """A scale that halves on overflow and doubles after a window of good steps.
@@ -202,7 +206,9 @@ class DynamicLossScaler(LossScaler):
         return asdict(self.state)
 
     def load_state_dict(self, state_dict: Mapping[str, float]) -> None:
-        """Continue from another scaler's state; that of a fixed scale gives the scale alone."""
+        """Continue from another scaler's state; that of a fixed scale gives the scale alone, an empty one nothing."""
+        if not state_dict:
+            return
         self.state = ScaleState(
             scale=float(state_dict["scale"]),
             hysteresis_left=int(state_dict.get("hysteresis_left", self.rules.hysteresis)),

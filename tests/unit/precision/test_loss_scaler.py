@@ -145,6 +145,12 @@ def test_a_fixed_scale_ignores_overflow_and_other_scalers_state() -> None:
     assert not scaler.dynamic
 
 
+def test_a_dynamic_scale_stays_what_it_is_after_training_without_a_scale() -> None:
+    scaler = DynamicLossScaler(2**8)
+    scaler.load_state_dict(NullScaler().state_dict())
+    assert scaler.scale == 2**8
+
+
 def test_a_dynamic_scale_takes_the_scale_of_a_fixed_one() -> None:
     scaler = DynamicLossScaler(4, delayed_shift=2)
     scaler.load_state_dict(StaticLossScaler(128).state_dict())
