@@ -46,12 +46,14 @@ from deepspeed.checkpoint.range_check import prepare_out, unknown_tensor
 from deepspeed.checkpoint.source import EngineState, OptimizerState
 from deepspeed.errors import CheckpointDamagedError
 
-__all__ = ["MASTER_FILE", "OPTIMIZER_STATE_FILE", "STEP_FILE", "UNIVERSAL_FOLDER", "UniversalSource"]
+__all__ = ["MASTER_FILE", "MEMBERS_KEY", "OPTIMIZER_STATE_FILE", "STEP_FILE", "UNIVERSAL_FOLDER", "UniversalSource"]
 
 UNIVERSAL_FOLDER = "zero"
 OPTIMIZER_STATE_FILE = "optimizer_state.pt"
 MASTER_FILE = "fp32.pt"
 STEP_FILE = "step.pt"
+MEMBERS_KEY = "parameter_names"
+"""Names of each group's parameters: ours, in `optimizer_state.pt`; the original's own folders do not always tell them."""
 
 _KEPT_OPEN = 256
 """Mapped tensors kept for the next range of the same tensor."""
@@ -68,7 +70,7 @@ class UniversalSource:
         self.folder = folder
         self.tag = tag
         self._ranks = ranks
-        self._model_files = StageFiles.of(path.name for path in folder.iterdir()).models
+        self._model_files = _of_one_kind(StageFiles.of(path.name for path in folder.iterdir()).models)
         first_of_rank = {file.model_rank: file for file in reversed(self._model_files)}
         self._model_states = [load_archive(folder / first_of_rank[rank].name) for rank in sorted(first_of_rank)]
         self._shapes = {n: tuple(shape) for states in self._model_states for n, shape in _trained_shapes(states)}
@@ -80,9 +82,10 @@ class UniversalSource:
         """What the engine stored besides tensors."""
         path = self.folder / UNIVERSAL_FOLDER / OPTIMIZER_STATE_FILE
         stored = load_archive(path) if path.is_file() else {}
-        static = [name.removeprefix(module_tensor("")) for name in self.names(module_tensor(""))]
         buffers = {name for states in self._model_states for name in states.get("buffer_names") or ()}
-        frozen = [name for name in static if name not in buffers]
+        order = {name: number for states in self._model_states for number, name in enumerate(states.get("module") or ())}
+        static = [name.removeprefix(module_tensor("")) for name in self.names(module_tensor(""))]
+        frozen = sorted((name for name in static if name not in buffers), key=lambda name: order.get(name, len(order)))
         known = dict.fromkeys(name for states in self._model_states for name in states.get("frozen_param_shapes") or ())
         return engine_state_of(
             self._model_states,
@@ -127,7 +130,7 @@ class UniversalSource:
             CheckpointDamagedError: naming every file that is missing, cut short or changed.
         """
         zero = self.folder / UNIVERSAL_FOLDER
-        files = [self.folder / file.name for file in self._model_files]
+        files = [self.folder / file.name for file in StageFiles.of(path.name for path in self.folder.iterdir()).models]
         check_share(self.folder, [*files, *sorted(zero.glob("*.pt")), *sorted(zero.glob("*/*.pt"))], self._ranks)
 
     # -- where each tensor lies ---------------------------------------------------------------------------------------
@@ -154,7 +157,9 @@ class UniversalSource:
                 f"{f' and {len(lacking) - 5} more' if len(lacking) > 5 else ''}: the conversion did not end, or files were "
                 "lost when it was copied. Convert or copy it again."
             )
-        places.update(self._static_places(shared))
+        for name, place in self._static_places(shared):
+            if master_tensor(name) not in places:
+                places[module_tensor(name)] = place
         return places
 
     def _static_places(self, shared: Mapping[str, str]) -> Iterator[tuple[str, Callable[[], Stored]]]:
@@ -167,11 +172,11 @@ class UniversalSource:
         states = self._model_states[0]
         for name, shape in (states.get("frozen_param_shapes") or {}).items():
             if name in (states.get("frozen_param_fragments") or {}):
-                yield module_tensor(name), partial(self._open_fragments, name, tuple(shape))
+                yield name, partial(self._open_fragments, name, tuple(shape))
         for name, value in (states.get("module") or {}).items():
             is_known = name in self._shapes or name in shared or name in (states.get("frozen_param_shapes") or {})
             if not is_known and isinstance(value, Tensor):
-                yield module_tensor(name), partial(_stored, value.detach(), tuple(value.shape))
+                yield name, partial(_stored, value.detach(), tuple(value.shape))
 
     def _open_anew(self, name: str) -> Stored:
         if name not in self._places:
@@ -216,7 +221,7 @@ class UniversalSource:
         return {
             "name": None,
             "groups": plain_groups(param_groups),
-            "members": group_members(shapes, len(param_groups)),
+            "members": stored.get(MEMBERS_KEY) or group_members(shapes, len(param_groups)),
             "scalars": {name: {"step": step} for name, step in steps.items() if step is not None},
         }
 
@@ -229,6 +234,11 @@ class UniversalSource:
             return common
         value = load_archive(path, mmap=False)
         return float(value["param"] if isinstance(value, Mapping) else value)
+
+
+def _of_one_kind(files: list[ModelFile]) -> list[ModelFile]:
+    """The files with whole weights where there are any: a folder may also have those that ZeRO stage 3 looks for."""
+    return [file for file in files if file.data_rank is None] or files
 
 
 def _stored(value: Tensor, shape: tuple[int, ...]) -> Stored:
