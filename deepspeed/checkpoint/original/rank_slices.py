@@ -125,8 +125,8 @@ def read_unsharded_pipeline(
     if stages is None or any(len(stage.groups) != 1 for stage in unnamed):
         for each in slices:
             each.refusal = (
-                "a pipeline without ZeRO stores the optimizer's state by number, and the layers fit the numbers in no way or "
-                "in several (frozen parameters, several parameter groups, or tied layers)"
+                "a pipeline without ZeRO stores the optimizer's state by number, and the layers fit the numbers in no way "
+                "or in several (frozen parameters, several parameter groups, or tied layers)"
             )
         return slices
     for number, stage in enumerate(unnamed):
