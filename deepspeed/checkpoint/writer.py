@@ -4,8 +4,8 @@
     finish   every rank   write its shard, fsync ---> rank 0: client_state.json, manifest.json, fsync, rename, `latest`
 
 Before the rename nothing of the previous checkpoint is touched, after it the new one is whole. Both steps end in one verdict
-for all ranks (`agreement.together`). Only the first looks at the live state; a save in the background copies it then and does
-the second in a thread (`background`). Does not live here: what is worth saving (the engine decides that).
+for all ranks (`agreement.together`). Only `start` looks at the live state; a save in the background copies it then and calls
+`finish` in a thread (`background`). Does not live here: what is worth saving (the engine decides that).
 """
 
 from __future__ import annotations

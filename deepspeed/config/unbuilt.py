@@ -101,8 +101,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("autotuning.enabled", _OFF),
     Unbuilt("checkpoint.use_node_local_storage", "Save to a file system that all nodes share, and leave it out."),
     Unbuilt("checkpoint.parallel_write.pipeline_stage", _OFF),
-    Unbuilt("checkpoint.writer", _OFF, _is_there),
-    Unbuilt("datastates_ckpt", _OFF, _is_there),
     Unbuilt("nebula.enabled", _OFF),
     Unbuilt(
         "tensor_parallel.autotp_size", "Use 0, or leave it out.", _above(1), status="0 and 1 work; more is not built yet"

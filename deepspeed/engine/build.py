@@ -21,12 +21,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.memory import see_memory_usage
+from deepspeed.checkpoint.background import Saver
+from deepspeed.checkpoint.engines import checkpoint_engine_of, plan_of
+from deepspeed.checkpoint.write_share import WriteShares, own_place
 from deepspeed.comm.world import get_local_rank
 from deepspeed.common.logging import get_logger
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.batch import BatchSizes
+from deepspeed.config.checkpoint import WriterConfig
 from deepspeed.config.secrets import without_secrets
 from deepspeed.engine.accumulation import Accumulation
 from deepspeed.engine.engine import DeepSpeedEngine
@@ -105,6 +110,9 @@ def build_engine(request: EngineRequest) -> DeepSpeedEngine:
         synchronize=get_accelerator().synchronize,
         mark_memory=lambda label: see_memory_usage(label, force=True),
     )
+    checkpoint_engine = checkpoint_engine_of(config.checkpoint, config.datastates_ckpt)
+    saver = Saver(plan_of(config.checkpoint, config.datastates_ckpt), mesh.rank, mesh.world_size, checkpoint_engine)
+    checkpoint_engine.wait_for_save = saver.wait
     parts = EngineParts(
         module=module,
         config=config,
@@ -116,6 +124,9 @@ def build_engine(request: EngineRequest) -> DeepSpeedEngine:
         report=report,
         communication_data_type=policy.communication or torch.float32,
         partition=partition,
+        saver=saver,
+        checkpoint_engine=checkpoint_engine,
+        write_shares=_write_shares(config.checkpoint.writer, mesh),
         coordinator=coordinator,
         optimizer=trained,
         reducer=trained.reducer if trained is not None else None,
@@ -138,6 +149,16 @@ def build_engine(request: EngineRequest) -> DeepSpeedEngine:
         gc.collect()
         gc.disable()
     return engine
+
+
+def _write_shares(writer: WriterConfig | None, mesh: ParallelMesh) -> WriteShares:
+    """Collective over the world where ranks must tell each other where they run."""
+    unit = None if writer is None else writer.data_parallel
+    if unit is None or unit == "REPLICA" or mesh.world_size == 1:
+        return WriteShares(mesh.rank)
+    places: list[Any] = [None] * mesh.world_size
+    comm.all_gather_object(places, own_place(unit))
+    return WriteShares(mesh.rank, dict(enumerate(places)))
 
 
 def _refuse_unbuilt(mesh: ParallelMesh) -> None:

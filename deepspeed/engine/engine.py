@@ -207,6 +207,7 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, SavingMembers, LoadingMem
         parts.report.timers(STEP).stop()
         parts.report.mark("after step")
         self._report()
+        parts.saver.at_boundary(lambda: self._pieces(exclude_frozen=False))
         if self._config.disable_python_gc and self.global_steps % _GC_EVERY_STEPS == 0:
             self.collect_python_gc()
 
@@ -338,8 +339,18 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, SavingMembers, LoadingMem
     def destroy(self) -> None:
         """Take hooks off and free gradient buffers; the module keeps its weights and may be wrapped again.
 
-        With sharded parameters all ranks call it together: the module's parameters become whole.
+        With sharded parameters all ranks call it together: the module's parameters become whole. Waits for a save in the
+        background.
+
+        Raises:
+            CheckpointError: that save failed; the engine is taken apart all the same.
         """
+        try:
+            self._parts.saver.close()
+        finally:
+            self._take_apart()
+
+    def _take_apart(self) -> None:
         self.reload_states()
         if self._parts.coordinator is not None:
             self._parts.coordinator.remove(gather=True)

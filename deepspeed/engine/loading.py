@@ -75,8 +75,9 @@ class LoadingMembers:
         Raises:
             CheckpointNotFoundError: no such tag; the text lists those there are.
             CheckpointDamagedError: a file differs from what was written; nothing was loaded.
-            CheckpointError: names or shapes do not fit; nothing was loaded.
+            CheckpointError: names or shapes do not fit; or the last save had failed in the background. Nothing was loaded.
         """
+        self._parts.saver.wait()
         rank, world_size = self._parts.mesh.rank, self._parts.mesh.world_size
         universal = self._config.checkpoint.load_universal
         found = resolve_tag(load_dir, tag, rank=rank, world_size=world_size, prefer_universal=universal)

@@ -13,6 +13,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from deepspeed.checkpoint.background import Saver
+from deepspeed.checkpoint.engines import CheckpointEngine
+from deepspeed.checkpoint.write_share import WriteShares
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.batch import BatchSizes
 from deepspeed.engine.accumulation import Accumulation
@@ -39,6 +42,15 @@ class EngineParts:
     report: StepReport
     communication_data_type: torch.dtype
     partition: Partition
+    saver: Saver
+    """Writes checkpoints, in the foreground or behind training."""
+
+    checkpoint_engine: CheckpointEngine
+    """Says where the bytes of checkpoints go."""
+
+    write_shares: WriteShares
+    """How ranks that hold the same values share in writing them."""
+
     coordinator: ParameterCoordinator | None = None
     """Gathers and releases sharded parameters; None where there are none."""
 

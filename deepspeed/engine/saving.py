@@ -5,7 +5,8 @@
     random generators                                                --> rank_state, one per rank
 
 A weight is stored once, in the highest precision there is: `master/<name>` where the model is 16-bit, else `module/<name>`.
-Both load into any engine, 16-bit or not. Does not live here: loading (`loading`), whole models (`whole_model`).
+Both load into any engine, 16-bit or not. Does not live here: loading (`loading`), whole models
+(`whole_model`), writing at once or behind training (`checkpoint.background`).
 
 Called by users as engine methods, on all ranks.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -26,10 +28,11 @@ from deepspeed.checkpoint import (
     encode_client_state,
     names,
     strict_json,
-    write_checkpoint,
 )
 from deepspeed.checkpoint.agreement import ranks_of
+from deepspeed.checkpoint.engines import CheckpointEngine
 from deepspeed.checkpoint.source import OptimizerState
+from deepspeed.checkpoint.writer import Content
 from deepspeed.config.secrets import without_secrets
 from deepspeed.engine.random_state import get_random_state
 from deepspeed.engine.weights import other_tensors, persistent_buffers, shared_names
@@ -69,6 +72,9 @@ class SavingMembers:
     ) -> bool:
         """Write a whole checkpoint. Collective: all ranks call it.
 
+        With `checkpoint.async_save` it returns when the state has been copied, and the copy is written while training goes
+        on; see `wait_for_checkpoint`.
+
         Args:
             save_dir: folder of all tags.
             tag: name of this one; `global_step<N>` if left out.
@@ -80,40 +86,55 @@ class SavingMembers:
             True.
 
         Raises:
-            CheckpointError: on all ranks alike; what was on disk before is intact.
+            CheckpointError: on all ranks alike; what was on disk before is intact. Also when the save before this one had
+                failed in the background; then nothing of this one was done.
         """
         if not str(save_dir):
             raise ArgumentError("save_checkpoint(save_dir='') needs a folder. Give the one that holds all tags.")
         tag = str(tag) if tag is not None else f"global_step{self.global_steps}"
         rank, world_size = self._parts.mesh.rank, self._parts.mesh.world_size
         check_tags(tag, self._config.checkpoint.tag_validation, rank=rank, world_size=world_size)
-        write_checkpoint(
-            save_dir,
-            tag,
+        content = Content(
             self._pieces(exclude_frozen_parameters),
             {**self._state(exclude_frozen_parameters)},
             dict(client_state or {}),
-            rank=rank,
-            world_size=world_size,
-            rank_state=get_random_state(),
-            save_latest=save_latest,
+            get_random_state(),
         )
+        self._parts.saver.save(Path(save_dir), tag, content, save_latest=save_latest)
         return True
+
+    def wait_for_checkpoint(self) -> None:
+        """Block until no save goes on in the background. Call on all ranks; does nothing where none does.
+
+        Raises:
+            CheckpointError: on all ranks alike, the save failed; said once. What was on the disk before it is intact.
+        """
+        self._parts.saver.wait()
+
+    @property
+    def checkpoint_engine(self) -> CheckpointEngine:
+        """What says where the bytes of checkpoints go; another may be assigned (see `checkpoint.engines`)."""
+        return self._parts.checkpoint_engine
+
+    @checkpoint_engine.setter
+    def checkpoint_engine(self, value: CheckpointEngine) -> None:
+        value.wait_for_save = self._parts.saver.wait
+        self._parts.checkpoint_engine = self._parts.saver.owner = value
 
     def _pieces(self, exclude_frozen: bool) -> Iterator[Piece]:
         partition = self._parts.partition
-        replica = partition.replica_axis
+        share = self._parts.write_shares.of(partition.replica_axis.ranks)
         managed = {member.name for flat in partition.flats for member in flat.members}
         for flat in partition.flats:
-            if not (exclude_frozen and not flat.kind.is_trained):
-                yield from _flat_pieces(flat, replica)
-        if self.optimizer is not None:
-            for piece in state_pieces(self.optimizer.master, replica.size, replica.rank):
+            if not (exclude_frozen and not flat.kind.is_trained) and share.part is not None:
+                yield from _flat_pieces(flat, share.parts, share.part)
+        if self.optimizer is not None and share.part is not None:
+            for piece in state_pieces(self.optimizer.master, share.parts, share.part):
                 name = names.optimizer_tensor(piece.member.name, piece.key)
                 yield Piece(name, tuple(piece.shape), piece.start, piece.values)
-        data = self._parts.mesh.data_parallel
+        share = self._parts.write_shares.of(self._parts.mesh.data_parallel.ranks)
         for number, (name, tensor) in enumerate(other_tensors(self.module, managed, exclude_frozen=exclude_frozen)):
-            if number % data.size == data.rank:
+            if number % share.parts == share.part:
                 yield Piece.whole(names.module_tensor(name), tensor)
 
     def _state(self, exclude_frozen: bool) -> EngineState:
@@ -137,14 +158,14 @@ class SavingMembers:
         }
 
 
-def _flat_pieces(flat: FlatGroup, replica: AxisGroup) -> Iterator[Piece]:
+def _flat_pieces(flat: FlatGroup, parts: int, part: int) -> Iterator[Piece]:
     """This rank's share of what the flat group holds in full precision."""
     name_of = names.master_tensor if flat.has_own_masters else names.module_tensor
-    for f in flat.own_fragments(*even_range(flat.layout.shard_numel, replica.size, replica.rank)):
+    for f in flat.own_fragments(*even_range(flat.layout.shard_numel, parts, part)):
         member = flat.members[f.index]
         values = flat.own_master(f.buffer_start, f.buffer_start + f.numel)
         yield Piece(name_of(member.name), tuple(flat.shapes[f.index]), f.param_start, values)
-    if replica.rank == flat.axis.rank == 0:
+    if part == flat.axis.rank == 0:
         for member, shape in zip(flat.members, flat.shapes, strict=True):
             if shape.numel() == 0:
                 yield Piece.whole(name_of(member.name), flat.values.new_empty(shape))

@@ -229,6 +229,7 @@ BLOCKS: dict[str, dict[str, tuple[Any, list[Any]]]] = {
         "mode": (None, ["get", "create", "get_or_create"]),
     },
     "checkpoint": {
+        "async_save": (False, [True]),
         "tag_validation": ("Warn", ["Ignore", "Warn", "Fail"]),
         "load_universal": (False, [True]),
         "use_node_local_storage": (False, [True]),

@@ -22,8 +22,6 @@ SWITCH_ON: dict[str, Any] = {
     "optimizer.type": "OneBitAdam",
     "sequence_parallel_size": 2,
     "activation_checkpointing": {"cpu_checkpointing": True},
-    "checkpoint.writer": {},
-    "datastates_ckpt": {},
     "tensor_parallel.autotp_size": 2,
     "tensor_parallel.tensor_parallel.tp_size": 2,
     "pipeline": {"activation_checkpoint_interval": 1},
