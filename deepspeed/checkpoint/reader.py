@@ -9,29 +9,24 @@ Does not live here: what becomes of the tensors (the engine), which folder it is
 from __future__ import annotations
 
 import difflib
-import heapq
-import os
-from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-import xxhash
 from torch import Tensor
 
 from deepspeed.checkpoint import names, strict_json
 from deepspeed.checkpoint.agreement import Ranks
 from deepspeed.checkpoint.client_state import decode_client_state
 from deepspeed.checkpoint.container import Header, dtype_of, read_header, read_range
-from deepspeed.checkpoint.manifest import FileEntry, Manifest, Part, TensorEntry, parts_of
+from deepspeed.checkpoint.file_check import check_files, share_files
+from deepspeed.checkpoint.manifest import Manifest, Part, TensorEntry, parts_of
 from deepspeed.checkpoint.source import EngineState
-from deepspeed.checkpoint.tags import list_tags
 from deepspeed.errors import ArgumentError, CheckpointDamagedError
 
-__all__ = ["CheckpointReader", "share_files"]
+__all__ = ["CheckpointReader"]
 
-_HASH_NBYTES = 1 << 20
 _STAGING_NUMEL = 1 << 22
 """Elements read at a time when they cannot go straight into the destination."""
 
@@ -125,12 +120,7 @@ class CheckpointReader:
         """
         sizes = {file: entry.nbytes for file, entry in self.manifest.files.items()}
         own = share_files(sizes, self._ranks.world_size)[self._ranks.rank]
-        faults = [fault for file in own if (fault := find_file_fault(self.folder / file, self.manifest.files[file]))]
-        if faults:
-            raise CheckpointDamagedError(
-                f"checkpoint {self.folder} is damaged: {'; '.join(faults)}. Nothing was loaded. Load an older tag "
-                f"(there: {', '.join(list_tags(self.folder.parent))}), or bring the file again from where it was copied."
-            )
+        check_files(self.folder, {file: self.manifest.files[file] for file in own})
 
     def _read_part(self, part: Part, dtype: torch.dtype, out: Tensor, is_direct: bool) -> None:
         located = self._header(part.file).tensors.get(part.key)
@@ -164,37 +154,6 @@ class CheckpointReader:
         if file not in self._headers:
             self._headers[file] = read_header(self.folder / file)
         return self._headers[file]
-
-
-def share_files(sizes: Mapping[str, int], world_size: int) -> list[list[str]]:
-    """Give each rank some of the files so that the bytes come out even: largest first, each to the rank with the least."""
-    shares: list[list[str]] = [[] for _ in range(world_size)]
-    loads = [(0, rank) for rank in range(world_size)]
-    for file in sorted(sizes, key=lambda file: (-sizes[file], file)):
-        nbytes, rank = heapq.heappop(loads)
-        shares[rank].append(file)
-        heapq.heappush(loads, (nbytes + sizes[file], rank))
-    return shares
-
-
-def find_file_fault(path: Path, entry: FileEntry) -> str | None:
-    """What is wrong with a file, compared with its manifest entry; None when nothing is."""
-    digest = xxhash.xxh3_128()
-    buffer = memoryview(bytearray(_HASH_NBYTES))
-    try:
-        with path.open("rb", buffering=0) as file:
-            nbytes = os.fstat(file.fileno()).st_size
-            if nbytes != entry.nbytes:
-                return f"{path.name} has {nbytes} bytes instead of {entry.nbytes}"
-            while count := file.readinto(buffer):
-                digest.update(buffer[:count])
-    except OSError as error:
-        return f"{path.name} cannot be read ({error})"
-    return (
-        None
-        if digest.hexdigest() == entry.xxh3_128
-        else f"{path.name} differs from what was written (its hash does not match)"
-    )
 
 
 def _read_file(path: Path) -> bytes:

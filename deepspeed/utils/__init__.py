@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from deepspeed.common.lazy import attach
 
-_SUBMODULES = ("groups", "logging", "numa", "tensor_fragment", "timer", "z3_leaf_module")
+_SUBMODULES = ("groups", "logging", "numa", "tensor_fragment", "timer", "z3_leaf_module", "zero_to_fp32", "zero_to_torch")
 _NAMES = {
     "RepeatingLoader": "deepspeed.data:RepeatingLoader",
     **{

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from deepspeed.checkpoint.agreement import Ranks
 from deepspeed.checkpoint.original.archive import check_archive
-from deepspeed.checkpoint.reader import share_files
+from deepspeed.checkpoint.file_check import share_files
 from deepspeed.errors import CheckpointDamagedError
 
 __all__ = ["check_share"]

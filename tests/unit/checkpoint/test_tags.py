@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from deepspeed.checkpoint.tags import check_tags, list_tags, resolve_tag
+from deepspeed.checkpoint.tag_agreement import check_tags, resolve_tag
+from deepspeed.checkpoint.tags import list_tags
 from deepspeed.errors import ArgumentError, CheckpointError, CheckpointNotFoundError
 from tests.unit.checkpoint.thread_ranks import ThreadRanks, run_threads, use_thread_ranks
 
