@@ -108,8 +108,8 @@ class LoadingMembers:
                 for f in flat.own_fragments():
                     name = flat.members[f.index].name
                     if name in stored:
-                        values = source.read(stored[name], f.param_start, f.numel)
-                        flat.own_master(f.buffer_start, f.buffer_start + f.numel).copy_(values)
+                        place = flat.own_master(f.buffer_start, f.buffer_start + f.numel)
+                        source.read(stored[name], f.param_start, out=place)
                 if not self._config.zero_optimization.load_from_fp32_weights:
                     flat.round_masters()
             for name, tensor in others.items():
@@ -190,7 +190,8 @@ def _load_optimizer(optimizer: ZeroOptimizer, source: CheckpointSource, stored: 
     load_state(
         optimizer.master,
         keys=lambda name: keys.get(name, []),
-        read=lambda name, key, start, numel: source.read(names.optimizer_tensor(name, key), start, numel),
+        dtype=lambda name, key: source.dtype(names.optimizer_tensor(name, key)),
+        read=lambda name, key, start, out: source.read(names.optimizer_tensor(name, key), start, out=out),
         scalars=stored["scalars"],
         groups=stored["groups"],
     )

@@ -4,8 +4,8 @@
     by name         exp_avg of p3, p2, p1, p0: tensors in the parameter's shape      step: one number per parameter
 
 Tensors of a slice's size are cut at parameters; everything else ("scalars") is kept once per parameter. The names make state
-independent of layout, world size and sub-group size. Callers: `engine.saving`, `engine.loading`, `engine.build` (a client's optimizer that
-comes with state), `zero.optimizer` (which hands it back), `zero.access`.
+independent of layout, world size and sub-group size. Callers: `engine.saving`, `engine.loading`, `engine.build` (a client's
+optimizer that comes with state), `zero.optimizer` (which hands it back), `zero.access`.
 """
 
 from __future__ import annotations
@@ -81,30 +81,33 @@ def state_scalars(master: MasterWeights) -> Scalars:
 def load_state(
     master: MasterWeights,
     keys: Callable[[str], list[str]],
-    read: Callable[[str, str, int, int], Tensor],
+    dtype: Callable[[str, str], torch.dtype],
+    read: Callable[[str, str, int, Tensor], object],
     scalars: Mapping[str, Mapping[str, Any]],
     groups: list[dict[str, Any]] | None = None,
 ) -> None:
-    """Replace the optimizer's state, all of it.
+    """Replace the optimizer's state, all of it; tensors that are there and fit are filled anew.
 
     Args:
         master: whose optimizer's state it is.
         keys: parameter name -> its tensor state keys.
-        read: (parameter name, key, first element, elements) -> flat tensor.
+        dtype: (parameter name, key) -> of what dtype it is.
+        read: (parameter name, key, first element, flat tensor to fill).
         scalars: as `state_scalars` gives them.
         groups: hyperparameters per group (`lr`, `betas`, ...); None keeps the present ones.
 
     Raises:
         CheckpointError: parameters that now share a slice come with different keys or step counts.
     """
-    state = {}
+    agreed: dict[int, dict[str, Any]] = {}
     for number, s in enumerate(master.slices):
-        pieces = list(s.pieces())
-        names = [member.name for member, *_ in pieces]
-        known = [n for n in names if keys(n) or n in scalars]
-        if not known:
-            continue
-        state[number] = {**_agreed_scalars(known, scalars), **_joined(s, pieces, keys, read)}
+        known = [member.name for member, *_ in s.pieces() if keys(member.name) or member.name in scalars]
+        if known:
+            agreed[number] = _agreed_scalars(known, scalars)
+    state = {}  # only now, when nothing can be refused any more, memory of the present state is filled
+    for number, counters in agreed.items():
+        s = master.slices[number]
+        state[number] = {**counters, **_joined(s, master.optimizer.state.get(s.param, {}), keys, dtype, read)}
     present = master.optimizer.state_dict()["param_groups"]
     if groups is not None:
         present = [{**group, **loaded, "params": group["params"]} for group, loaded in zip(present, groups, strict=True)]
@@ -133,7 +136,8 @@ def carry_state(master: MasterWeights, client_state: Mapping[int, dict[str, Any]
     load_state(
         master,
         keys=lambda name: [k for k, v in states.get(name, {}).items() if is_tensor_of_param(name, k, v)],
-        read=lambda name, key, start, numel: states[name][key].detach().reshape(-1)[start : start + numel],
+        dtype=lambda name, key: states[name][key].dtype,
+        read=lambda name, key, start, out: out.copy_(states[name][key].detach().reshape(-1)[start : start + out.numel()]),
         scalars={n: {k: _plain(v) for k, v in st.items() if not is_tensor_of_param(n, k, v)} for n, st in states.items()},
     )
 
@@ -205,15 +209,27 @@ def _loadable(scalars: Mapping[str, Any]) -> dict[str, Any]:
 
 def _joined(
     s: Slice,
-    pieces: list[tuple[NamedParameter, int, int, int]],
+    present: Mapping[str, Any],
     keys: Callable[[str], list[str]],
-    read: Callable[[str, str, int, int], Tensor],
+    dtype: Callable[[str, str], torch.dtype],
+    read: Callable[[str, str, int, Tensor], object],
 ) -> dict[str, Tensor]:
-    joined: dict[str, Tensor] = {}
+    pieces = list(s.pieces())
+    dtypes = {key: dtype(member.name, key) for member, *_ in reversed(pieces) for key in keys(member.name)}
+    joined = {key: _room(present.get(key), s, of_key) for key, of_key in dtypes.items()}
     for member, param_start, slice_start, numel in pieces:
-        for key in keys(member.name):
-            values = read(member.name, key, param_start, numel)
-            if key not in joined:
-                joined[key] = torch.zeros(s.numel, dtype=values.dtype, device=s.param.device)
-            joined[key][slice_start : slice_start + numel].copy_(values)
-    return {key: value.view(s.param.shape) for key, value in joined.items()}
+        has = keys(member.name)
+        for key, values in joined.items():
+            here = values[slice_start : slice_start + numel]
+            if key in has:
+                read(member.name, key, param_start, here)
+            else:
+                here.zero_()
+    return {key: values.view(s.param.shape) for key, values in joined.items()}
+
+
+def _room(present: Any, s: Slice, dtype: torch.dtype) -> Tensor:
+    """Flat memory for state of a slice: the present tensor's where it fits, so that a load needs no second one."""
+    if isinstance(present, Tensor) and present.shape == s.param.shape and present.dtype == dtype and present.is_contiguous():
+        return present.detach().view(-1)
+    return torch.zeros(s.numel, dtype=dtype, device=s.param.device)

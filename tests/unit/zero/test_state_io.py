@@ -75,7 +75,8 @@ def load(master: MasterWeights, state: dict[tuple[str, str], Tensor], scalars: S
     load_state(
         master,
         keys=lambda name: [key for owner, key in state if owner == name],
-        read=lambda name, key, start, numel: state[name, key].reshape(-1)[start : start + numel],
+        dtype=lambda name, key: state[name, key].dtype,
+        read=lambda name, key, start, out: out.copy_(state[name, key].reshape(-1)[start : start + out.numel()]),
         scalars=scalars,
         **given,
     )
@@ -157,13 +158,28 @@ def test_hyperparameters_come_back_or_stay_as_asked() -> None:
     assert [id(p) for p in master.optimizer.param_groups[0]["params"]] == [id(s.param) for s in master.slices]
 
 
+def test_loading_again_fills_the_same_memory_and_forgets_what_was_there() -> None:
+    (master,) = ranks(1, sub_group=1000)  # one slice
+    step(master, 0)
+    state, scalars = whole([master]), scalars_of([master])
+    places = {id(s.param): master.optimizer.state[s.param]["exp_avg"].data_ptr() for s in master.slices}
+    step(master, 1)
+    left_out = {key: value for key, value in state.items() if key[0] != "a"}
+    load(master, left_out, scalars)
+    assert places == {id(s.param): master.optimizer.state[s.param]["exp_avg"].data_ptr() for s in master.slices}
+    for key, value in whole([master]).items():
+        assert torch.equal(value, state[key] if key in left_out else torch.zeros(SHAPES["a"]))
+
+
 def test_parameters_that_share_a_slice_must_agree_on_their_counters() -> None:
     (master,) = ranks(1)
     step(master, 0)
     scalars = scalars_of([master])
     scalars["b"] = {"step": 7.0}
+    before = whole([master])
     with pytest.raises(CheckpointError, match=r"(?s)'b'.*load_optimizer_states=False"):
-        load(master, whole([master]), scalars)
+        load(master, {key: value + 1 for key, value in before.items()}, scalars)
+    assert all(torch.equal(value, before[key]) for key, value in whole([master]).items())
 
 
 def test_a_sharded_optimizer_is_handed_back_without_the_state_it_has_no_whole_of() -> None:
