@@ -14,6 +14,7 @@ from pathlib import Path
 import xxhash
 
 from deepspeed.checkpoint.manifest import FileEntry
+from deepspeed.checkpoint.storage import open_run
 from deepspeed.checkpoint.tags import list_tags
 from deepspeed.errors import CheckpointDamagedError
 
@@ -48,7 +49,7 @@ def find_file_fault(path: Path, entry: FileEntry) -> str | None:
     digest = xxhash.xxh3_128()
     buffer = memoryview(bytearray(_HASH_NBYTES))
     try:
-        with path.open("rb", buffering=0) as file:
+        with open_run(path) as file:
             nbytes = os.fstat(file.fileno()).st_size
             if nbytes != entry.nbytes:
                 return f"{path.name} has {nbytes} bytes instead of {entry.nbytes}"

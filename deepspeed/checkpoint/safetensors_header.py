@@ -20,6 +20,7 @@ from typing import NamedTuple, cast
 from pydantic import JsonValue
 
 from deepspeed.checkpoint import strict_json
+from deepspeed.checkpoint.storage import open_run
 from deepspeed.errors import CheckpointDamagedError, CheckpointError
 
 __all__ = ["ITEM_NBYTES", "Field", "Place", "Places", "check_dtype", "make_header", "read_into", "read_places"]
@@ -48,6 +49,9 @@ ITEM_NBYTES = {
 
 _MAX_HEADER_NBYTES = 100_000_000
 """The limit of the safetensors package; a longer header means a damaged length."""
+
+_RUN_NBYTES = 1 << 20
+"""From this length on a range is read as a long run of its file."""
 
 
 class Field(NamedTuple):
@@ -152,7 +156,7 @@ def read_into(path: Path, offset_nbytes: int, into: memoryview) -> None:
         CheckpointDamagedError: the file ends too early or cannot be read; the text names it.
     """
     try:
-        with path.open("rb", buffering=0) as file:
+        with open_run(path) if len(into) >= _RUN_NBYTES else path.open("rb", buffering=0) as file:
             file.seek(offset_nbytes)
             while into:
                 count = file.readinto(into)
