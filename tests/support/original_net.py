@@ -1,6 +1,6 @@
 """The model and data behind `tests/fixtures/original`: what is needed to go on from one of those checkpoints.
 
-Initial weights are whatever torch makes: every test loads them. Only the shapes, the arithmetic and the data must be those of
+Initial weights are whatever torch makes: every test loads them. Only shapes, arithmetic and data must be those of
 the fixtures.
 """
 

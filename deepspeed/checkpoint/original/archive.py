@@ -28,6 +28,7 @@ __all__ = ["RefusedClassError", "check_archive", "load_archive"]
 _ZIP_MAGIC = b"PK\x03\x04"
 _BLOCK_NBYTES = 1 << 20
 _SHOWN = 8
+_TORCH_PREFIX = "WeightsUnpickler error:"
 _one_at_a_time = threading.Lock()
 """torch keeps the allowed classes in one table for the whole process."""
 
@@ -69,7 +70,7 @@ def load_archive(path: Path, mmap: bool = True) -> Any:
             raise
         except Exception as error:  # a damaged pickle can end in any exception; all mean that the file cannot be read
             raise CheckpointDamagedError(
-                f"{path} cannot be read: {_first_line(error)} Bring the file again from where it was copied."
+                f"{path} cannot be read: {_reason(error)} Bring the file again from where it was copied."
             ) from error
     return _without_records(found, {})
 
@@ -90,7 +91,7 @@ def check_archive(path: Path) -> str | None:
     except CheckpointDamagedError as error:
         return str(error)
     except (OSError, EOFError, ValueError, NotImplementedError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
-        return f"{path.name} is damaged ({_first_line(error)})"
+        return f"{path.name} is damaged ({_reason(error)})"
     return None
 
 
@@ -129,6 +130,8 @@ def _without_records(found: Any, seen: dict[int, Any]) -> Any:
     return found
 
 
-def _first_line(error: Exception) -> str:
-    text = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return text if text.endswith(".") else f"{text}."
+def _reason(error: Exception) -> str:
+    """What went wrong, in a line; torch's advice to unpickle everything is left out."""
+    text = str(error).rpartition(_TORCH_PREFIX)[2].strip() or type(error).__name__
+    line = text.splitlines()[0]
+    return line if line.endswith(".") else f"{line}."

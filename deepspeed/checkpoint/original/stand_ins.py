@@ -155,6 +155,7 @@ class _NdarrayName:
 READABLE: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     *((record, name) for record, name in GLOBAL_NAMES.items()),
     (argparse.Namespace, "argparse.Namespace"),
+    (bytes, "builtins.bytes"),
     (frozenset, "builtins.frozenset"),
     (slice, "builtins.slice"),
     (range, "builtins.range"),
