@@ -6,6 +6,7 @@ the fixtures.
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,18 @@ def settings(stage: int, precision: str, rows: int = ROWS, **blocks: Any) -> dic
         **({} if precision == "fp32" else {precision: {"enabled": True}}),
         **blocks,
     }
+
+
+def member_ranges(path: Path) -> list[tuple[str, int, int]]:
+    """Name, first byte and bytes of each part of an archive that has a checksum; between them lies padding."""
+    content = path.read_bytes()
+    ranges = []
+    with zipfile.ZipFile(path) as archive:
+        for member in archive.infolist():
+            lengths = content[member.header_offset + 26 : member.header_offset + 30]  # of the name and the extra field
+            start = member.header_offset + 30 + sum(int.from_bytes(lengths[i : i + 2], "little") for i in (0, 2))
+            ranges.append((member.filename, start, member.file_size))
+    return ranges
 
 
 def full_weights(source: CheckpointSource) -> dict[str, Tensor]:
