@@ -19,6 +19,7 @@ from rich.console import Console
 from deepspeed.checkpoint.tools.contents import show_checkpoint
 from deepspeed.checkpoint.tools.damage import verify
 from deepspeed.checkpoint.tools.diff import diff_checkpoints
+from deepspeed.checkpoint.tools.exports import FORMS, export_checkpoint
 from deepspeed.checkpoint.tools.listing import list_checkpoints
 from deepspeed.checkpoint.tools.output import DAMAGED, WRONG_USE, Report, show
 from deepspeed.checkpoint.tools.places import find_place
@@ -79,7 +80,25 @@ def _parser() -> argparse.ArgumentParser:
     two.add_argument("--rtol", type=float, default=0.0, help="the same as a part of the largest value of the tensor (0)")
     two.add_argument("--all", action="store_true", help="also list what is equal")
     two.add_argument("--parameters-only", action="store_true", help="leave the rest of the state out of the comparison")
+    _add_export(add("export", _export, "write the weights alone, or a checkpoint in a layout of the original"))
     return parser
+
+
+def _add_export(command: argparse.ArgumentParser) -> None:
+    command.add_argument("dir", type=Path, help=_DIR_HELP)
+    command.add_argument(
+        "out", type=Path, help="folder to write: of the weights, of one tag (universal), of all tags (stages)"
+    )
+    command.add_argument("--tag", help="which checkpoint of the folder; left out: the one that `latest` names")
+    command.add_argument("--to", choices=FORMS, default="weights", help="what to write (weights)")
+    command.add_argument("--dtype", help="weights: fp32 (if left out), bf16, fp16 or stored; stages: precision of the model")
+    command.add_argument("--max-shard-size", metavar="SIZE", help="weights: limit of one file, e.g. 500MB (5GB)")
+    command.add_argument("--safe-serialization", action="store_true", help="weights: safetensors instead of torch files")
+    command.add_argument("--exclude-frozen-parameters", action="store_true", help="weights: leave frozen parameters out")
+    command.add_argument("--workers", type=int, help="universal: threads that write (2)")
+    command.add_argument("--inject-missing-state", action="store_true", help="universal: see ds_to_universal")
+    command.add_argument("--stage", type=int, choices=(0, 1, 2, 3), help="stages: ZeRO stage of the job that shall resume")
+    command.add_argument("--world-size", type=int, help="stages: its data-parallel ranks")
 
 
 def _add_place(command: argparse.ArgumentParser) -> None:
@@ -111,6 +130,12 @@ def _diff(args: argparse.Namespace) -> Report:
             with_state=not args.parameters_only,
             progress=told,
         )
+
+
+def _export(args: argparse.Namespace) -> Report:
+    options = {key: getattr(args, key) for keys in FORMS.values() for key in keys}
+    with _progress("writing") as told:
+        return export_checkpoint(find_place(args.dir, args.tag), args.out, args.to, options, told)
 
 
 @contextmanager
