@@ -159,10 +159,9 @@ class _Export:
         fields = [_field(self._weights[name], self._dtype) for name in names if name not in aliases]
         types = {field.key: field.dtype for field in fields}
         with storage.create(path) as sink:
-            file = weights_file(path.name, sink, fields, aliases)
-            for name in file.order:
-                file.put(name, self._blocks(path.name, self._weights[name], types[name]))
-            file.finish()
+            with weights_file(path.name, sink, fields, aliases) as file:
+                for name in file.order:
+                    file.put(name, self._blocks(path.name, self._weights[name], types[name]))
             sink.finish()
 
     def _blocks(self, file: str, weight: Weight, dtype: str) -> Iterator[memoryview]:

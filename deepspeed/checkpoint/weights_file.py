@@ -18,7 +18,10 @@ from __future__ import annotations
 import pickle
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
 from typing import IO, Any, Protocol, cast
+
+from typing_extensions import Self
 
 from deepspeed.checkpoint.safetensors_header import ITEM_NBYTES, Field, make_header
 from deepspeed.checkpoint.torch_records import ALIGNMENT_NBYTES, open_record
@@ -68,8 +71,11 @@ class WeightsFile(Protocol):
     def put(self, key: str, blocks: Iterable[memoryview]) -> None:
         """Write all bytes of one tensor."""
 
-    def finish(self) -> None:
-        """Write what comes after the last tensor. The sink stays open."""
+    def __enter__(self) -> Self:
+        """The file itself."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Write what comes after the last tensor, unless an exception is under way. The sink stays open."""
 
 
 class SafetensorsFile:
@@ -95,9 +101,11 @@ class SafetensorsFile:
             nbytes += len(block)
         assert nbytes == field.nbytes  # the shape came from where the bytes came from
 
-    def finish(self) -> None:
-        """Nothing comes after the last tensor."""
-        assert not self._left  # every tensor was put
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        assert kind is not None or not self._left  # every tensor was put
 
 
 class TorchFile:
@@ -122,10 +130,14 @@ class TorchFile:
         self._fields = {field.key: field for field in fields}
         self._numbers = {key: number for number, key in enumerate(self.order)}
         self._zip = zipfile.ZipFile(cast("IO[bytes]", _Pipe(sink)), "w")
-        self._record("data.pkl", self._pickle(aliases or {}, metadata))
-        self._record(".format_version", b"1")
-        self._record(".storage_alignment", str(ALIGNMENT_NBYTES).encode())
-        self._record("byteorder", b"little")
+        try:
+            self._record("data.pkl", self._pickle(aliases or {}, metadata))
+            self._record(".format_version", b"1")
+            self._record(".storage_alignment", str(ALIGNMENT_NBYTES).encode())
+            self._record("byteorder", b"little")
+        except BaseException:
+            self._abandon()
+            raise
 
     def put(self, key: str, blocks: Iterable[memoryview]) -> None:
         """Write all bytes of one tensor; the order of the calls is free."""
@@ -136,10 +148,19 @@ class TorchFile:
                 nbytes -= len(block)
         assert nbytes == 0  # the shape came from where the bytes came from
 
-    def finish(self) -> None:
-        """Write the version and the archive's directory."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is not None:
+            self._abandon()
+            return
         self._record("version", b"3\n")
         self._zip.close()
+
+    def _abandon(self) -> None:
+        """Write nothing more: a zip archive would write its directory when it is collected, into a sink closed by then."""
+        self._zip.fp = None
 
     def _record(self, name: str, data: bytes) -> None:
         with self._open(name, len(data)) as record:
