@@ -30,12 +30,14 @@ from pathlib import Path
 from typing import Protocol
 
 from deepspeed.checkpoint.agreement import AsideRanks, Ranks, ranks_of
+from deepspeed.checkpoint.scripts import place_scripts
 from deepspeed.checkpoint.snapshot import SnapshotMemory
 from deepspeed.checkpoint.storage import Storage
+from deepspeed.checkpoint.tiers import Tiers
 from deepspeed.checkpoint.writer import Committed, Content, Piece, StartedSave, start_checkpoint
 from deepspeed.comm.aside import AsideGroup, new_aside_group
 from deepspeed.common.logging import get_logger
-from deepspeed.errors import CheckpointError
+from deepspeed.errors import CheckpointError, DeepSpeedError
 
 __all__ = ["SavePlan", "Saver", "StorageOwner"]
 
@@ -58,6 +60,9 @@ class SavePlan:
     shows_statistics: bool = False
     """Log bytes and seconds of each save."""
 
+    leaves_scripts: bool = False
+    """Put the scripts that turn a checkpoint into plain weights next to `latest` (`scripts`)."""
+
 
 class StorageOwner(Protocol):
     """Says where bytes go; asked at each save."""
@@ -70,14 +75,13 @@ class Saver:
 
     Attributes:
         owner: whose storage is written to.
-        after_commit: called on rank 0 with each checkpoint when it is on the disk, in the thread that wrote it.
     """
 
-    def __init__(self, plan: SavePlan, rank: int, world_size: int, owner: StorageOwner) -> None:
+    def __init__(self, plan: SavePlan, rank: int, world_size: int, owner: StorageOwner, tiers: Tiers) -> None:
         """Store the parts; nothing is made before it is needed."""
         self.owner = owner
-        self.after_commit: tuple[Callable[[Committed], None], ...] = ()
         self._plan = plan
+        self._tiers = tiers
         self._rank = rank
         self._world_size = world_size
         self._memory = SnapshotMemory(plan.limit_nbytes)
@@ -105,11 +109,12 @@ class Saver:
         is_background = self._plan.is_background
         finishing = self._ranks_aside() if is_background else everybody
         started = start_checkpoint(
-            save_dir,
+            save_dir.absolute(),  # the current folder may be another one when the thread comes to it
             tag,
             content,
             everybody,
             hold=self._memory.hold if is_background else None,
+            check=self._tiers.raise_failure,
             save_latest=save_latest,
             storage=self.owner.storage,
         )
@@ -164,6 +169,8 @@ class Saver:
             if self._aside is not None:
                 self._aside.close()
                 self._aside = None
+            if self._rank == 0:
+                self._tiers.close()
 
     def _ranks_aside(self) -> Ranks:
         if self._world_size == 1:
@@ -178,7 +185,8 @@ class Saver:
             self._finish(started, ranks, began, blocked_seconds)
         except Exception as error:
             self._failure = error
-            _logger.exception("the background save of %s failed", self._what)
+            is_foreseen = isinstance(error, DeepSpeedError)  # its text says all
+            _logger.error("the background save of %s failed. %s", self._what, error, exc_info=not is_foreseen)
 
     def _finish(self, started: StartedSave, ranks: Ranks, began: float, blocked_seconds: float | None) -> None:
         committed = started.finish(ranks)
@@ -186,8 +194,10 @@ class Saver:
             return
         if self._plan.shows_statistics:
             _logger.info("%s", statistics(committed, time.monotonic() - began, blocked_seconds))
-        for call in self.after_commit:
-            call(committed)
+        if committed.folder.is_dir():  # MOCK writes none
+            if self._plan.leaves_scripts:
+                _leave_scripts(started.save_dir)
+            self._tiers.after_commit(started.save_dir, started.tag)
 
     def _warn_of_limit(self, started: StartedSave) -> None:
         if self._plan.is_background and not started.is_held and self._rank == 0:
@@ -198,6 +208,13 @@ class Saver:
                 started.nbytes / 1e9,
                 self._plan.limit_nbytes / 1e9,
             )
+
+
+def _leave_scripts(save_dir: Path) -> None:
+    try:
+        place_scripts(save_dir)
+    except OSError as error:
+        _logger.warning("the checkpoint is whole, but scripts could not be put into %s: %s.", save_dir, error)
 
 
 def statistics(committed: Committed, seconds: float, blocked_seconds: float | None) -> str:

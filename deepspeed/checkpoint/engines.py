@@ -207,7 +207,7 @@ def storage_of(writer: WriterConfig | None) -> Storage:
     )
 
 
-def plan_of(checkpoint: CheckpointConfig, datastates: DataStatesConfig | None) -> SavePlan:
+def plan_of(checkpoint: CheckpointConfig, datastates: DataStatesConfig | None, zero_stage: int = 0) -> SavePlan:
     """How saves go on."""
     writer = checkpoint.writer
     is_decoupled = writer is not None and writer.decoupled
@@ -217,6 +217,7 @@ def plan_of(checkpoint: CheckpointConfig, datastates: DataStatesConfig | None) -
         waits_at_boundary=is_decoupled,
         limit_nbytes=float("inf") if limit_gigabytes is None else limit_gigabytes * 1e9,
         shows_statistics=writer is not None and writer.show_statistics,
+        leaves_scripts=zero_stage > 0,
     )
 
 

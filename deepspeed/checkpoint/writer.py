@@ -27,7 +27,7 @@ from deepspeed.checkpoint import names, strict_json
 from deepspeed.checkpoint.agreement import Ranks, ranks_of, together
 from deepspeed.checkpoint.client_state import encode_client_state
 from deepspeed.checkpoint.container import Entry, dtype_name, write_container
-from deepspeed.checkpoint.folders import clean, new_token, point_latest, retire, settle, swap_in, working_folder
+from deepspeed.checkpoint.folders import claim, clean, new_token, point_latest, retire, settle, swap_in
 from deepspeed.checkpoint.manifest import VERSION, FileEntry, Fragment, Manifest, TensorEntry, find_cover_fault
 from deepspeed.checkpoint.storage import Lock, Storage
 from deepspeed.common.logging import get_logger
@@ -102,6 +102,10 @@ def write_checkpoint(
     return started.finish(ranks).folder
 
 
+Hold = Callable[[list[Piece]], list[Piece] | None]
+"""Gives pieces with data of their own, which no later change of the state reaches, or None where it cannot."""
+
+
 @dataclass(frozen=True)
 class Content:
     """What goes into a checkpoint: the arguments of `write_checkpoint` that say so."""
@@ -126,7 +130,8 @@ def start_checkpoint(
     content: Content,
     ranks: Ranks,
     *,
-    hold: Callable[[list[Piece]], list[Piece] | None] | None = None,
+    hold: Hold | None = None,
+    check: Callable[[], None] = lambda: None,
     save_latest: bool = True,
     storage: Storage | None = None,
 ) -> StartedSave:
@@ -140,8 +145,9 @@ def start_checkpoint(
         tag: as for `write_checkpoint`.
         content: as for `write_checkpoint`.
         ranks: those that save.
-        hold: gives the pieces with data of their own, which no later change of the state reaches, or None where it cannot.
-            Left out: the state must not change until `finish` has returned.
+        hold: copies the state. Left out, or where it cannot on some rank: the state must not change until `finish` has
+            returned.
+        check: called on rank 0 first; what it raises, all ranks raise.
         save_latest: as for `write_checkpoint`.
         storage: as for `write_checkpoint`.
 
@@ -150,7 +156,7 @@ def start_checkpoint(
     """
     save = StartedSave(Path(save_dir), tag, ranks.rank, storage or Storage(), save_latest)
     try:
-        verdict = together(ranks, lambda: save.describe(content, hold), save.prepare)
+        verdict = together(ranks, lambda: save.describe(content, hold, check), save.prepare)
         save.go_on(cast("dict[str, JsonValue]", verdict))
     except BaseException:
         save.close()
@@ -162,6 +168,8 @@ class StartedSave:
     """One save on one rank. The methods run in the order in which they stand here; `prepare` and `commit` on rank 0 only.
 
     Attributes:
+        save_dir: folder of all tags.
+        tag: name of the checkpoint.
         is_held: every rank holds a copy of what it writes, so the state may change before `finish`.
         nbytes: of this rank's pieces.
     """
@@ -171,8 +179,8 @@ class StartedSave:
         self.nbytes = 0
         self._rank = rank
         self._world_size = 0
-        self._save_dir = save_dir
-        self._tag = tag
+        self.save_dir = save_dir
+        self.tag = tag
         self._storage = storage
         self._save_latest = save_latest
         self._token = new_token()
@@ -185,9 +193,11 @@ class StartedSave:
         self._working_name = ""
         self._lock: Lock | None = None
 
-    def describe(self, content: Content, hold: Callable[[list[Piece]], list[Piece] | None] | None) -> JsonValue:
+    def describe(self, content: Content, hold: Hold | None, check: Callable[[], None]) -> JsonValue:
         """Collect what this rank writes, describe each piece, and take a copy where that is asked for."""
         rank = self._rank
+        if rank == 0:
+            check()
         self._pieces = list(content.pieces)
         self._rank_state = self._take(content.rank_state, "rank_state", lambda number: names.rank_state_tensor(rank, number))
         if rank == 0:
@@ -204,18 +214,16 @@ class StartedSave:
         described = cast("list[dict[str, JsonValue]]", reports)
         self._world_size = len(described)
         self._tensors = _join([report["pieces"] for report in described])
-        final = names.tag_folder(self._save_dir, self._tag)
-        working = working_folder(final, self._token)
+        final = names.tag_folder(self.save_dir, self.tag)
         try:
-            for parent in {self._save_dir, final.parent}:
+            for parent in {self.save_dir, final.parent}:
                 clean(parent, self._storage)
-            self._storage.make_folder(working)
+            working, self._lock = claim(final, self._storage)
             self._working = working
-            self._lock = self._storage.lock(working)
         except OSError as error:
-            raise CheckpointError(f"could not make a folder for tag {self._tag!r} in {self._save_dir}: {error}.") from error
+            raise CheckpointError(f"could not make a folder for tag {self.tag!r} in {self.save_dir}: {error}.") from error
         return {
-            "working": str(working.relative_to(self._save_dir)),
+            "working": str(working.relative_to(self.save_dir)),
             "is_held": all(report["is_held"] for report in described),
         }
 
@@ -234,7 +242,7 @@ class StartedSave:
             verdict = cast("dict[str, Any]", together(ranks, self.write_shard, self.commit))
         finally:
             self.close()
-        return Committed(Path(self._save_dir, verdict["folder"]), verdict["nbytes"])
+        return Committed(Path(self.save_dir, verdict["folder"]), verdict["nbytes"])
 
     def write_shard(self) -> JsonValue:
         """Write this rank's file; return its entry, or None where this rank has nothing to write."""
@@ -242,21 +250,21 @@ class StartedSave:
         metadata = {names.RANK_STATE_FIELD: strict_json.dumps(self._rank_state)} if self._rank_state else {}
         if not entries and not metadata:
             return None
-        path = self._save_dir / self._working_name / names.shard_file(self._rank)
+        path = self.save_dir / self._working_name / names.shard_file(self._rank)
         try:
             with self._storage.create(path) as file:
                 write_container(file, entries, metadata)
                 return file.finish().model_dump()
         except OSError as error:
             raise CheckpointError(
-                f"could not write {path.name} of checkpoint {self._tag!r} in {self._save_dir}: {error}. "
+                f"could not write {path.name} of checkpoint {self.tag!r} in {self.save_dir}: {error}. "
                 f"Any earlier checkpoint is intact. {_cure(error)}"
             ) from error
 
     def commit(self, shards: list[JsonValue]) -> JsonValue:
         """On rank 0: write what describes the shards, then make the folder the checkpoint."""
         assert self._working is not None  # prepare ran on this rank
-        final = names.tag_folder(self._save_dir, self._tag)
+        final = names.tag_folder(self.save_dir, self.tag)
         doing = f"write {names.CLIENT_STATE_FILE}"
         try:
             text = strict_json.dumps(self._client_state, indent=1).encode()
@@ -271,21 +279,21 @@ class StartedSave:
             settle(old, final, self._storage)
             if self._save_latest:
                 doing = f"let the file {names.LATEST_FILE!r} name it"
-                point_latest(self._save_dir, self._tag, self._token, self._storage)
+                point_latest(self.save_dir, self.tag, self._token, self._storage)
         except OSError as error:
             state = "The new checkpoint is whole." if self._working is None else "Any earlier checkpoint is intact."
             raise CheckpointError(
-                f"saving checkpoint {self._tag!r} in {self._save_dir}: could not {doing}: {error}. {state} {_cure(error)}"
+                f"saving checkpoint {self.tag!r} in {self.save_dir}: could not {doing}: {error}. {state} {_cure(error)}"
             ) from error
         nbytes = manifest.nbytes + sum(file.nbytes for file in files.values())
-        return {"folder": str(final.relative_to(self._save_dir)), "nbytes": nbytes}
+        return {"folder": str(final.relative_to(self.save_dir)), "nbytes": nbytes}
 
     def close(self) -> None:
         """Remove what was not committed, give the folder free, and let go of the data."""
         self._pieces = []
         if self._working is not None:
             try:
-                retire(self._working, names.tag_folder(self._save_dir, self._tag), self._storage)
+                retire(self._working, names.tag_folder(self.save_dir, self.tag), self._storage)
             except OSError as error:
                 _logger.warning("could not remove the unfinished %s: %s. The next save tries again.", self._working, error)
         if self._lock is not None:

@@ -26,6 +26,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.memory import see_memory_usage
 from deepspeed.checkpoint.background import Saver
 from deepspeed.checkpoint.engines import checkpoint_engine_of, plan_of
+from deepspeed.checkpoint.tiers import tiers_of
 from deepspeed.checkpoint.write_share import WriteShares, own_place
 from deepspeed.comm.world import get_local_rank
 from deepspeed.common.logging import get_logger
@@ -111,7 +112,9 @@ def build_engine(request: EngineRequest) -> DeepSpeedEngine:
         mark_memory=lambda label: see_memory_usage(label, force=True),
     )
     checkpoint_engine = checkpoint_engine_of(config.checkpoint, config.datastates_ckpt)
-    saver = Saver(plan_of(config.checkpoint, config.datastates_ckpt), mesh.rank, mesh.world_size, checkpoint_engine)
+    plan = plan_of(config.checkpoint, config.datastates_ckpt, config.zero_optimization.stage)
+    tiers = tiers_of(config.checkpoint, config.nebula)
+    saver = Saver(plan, mesh.rank, mesh.world_size, checkpoint_engine, tiers)
     checkpoint_engine.wait_for_save = saver.wait
     parts = EngineParts(
         module=module,
