@@ -14,11 +14,17 @@ over.
 `.<tag>.replaced-<token>`. A kill just then leaves the tag without a folder; `find_folder` reads the set-aside one, and the
 next save puts it back.
 
+[Note: other jobs] Several jobs may save into one folder. The lock on a working folder keeps the cleaning of the others away
+from it. What has no lock yet, or never, because it exists for a moment only (a folder just made, the new `latest`), may be
+taken for a left-over; it is then made again.
+
 Does not live here: what a folder holds (`writer`, `reader`). Called by `writer`, and by `tags` to find a folder.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import re
 import secrets
 from collections.abc import Iterator
@@ -26,12 +32,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from deepspeed.checkpoint.names import LATEST_FILE, MANIFEST_FILE, is_own_file
-from deepspeed.checkpoint.storage import Storage
+from deepspeed.checkpoint.storage import Lock, Storage
 from deepspeed.common.logging import get_logger
 from deepspeed.errors import CheckpointError
 
 __all__ = [
     "Aside",
+    "claim",
     "clean",
     "find_folder",
     "new_token",
@@ -43,6 +50,7 @@ __all__ = [
     "working_folder",
 ]
 
+_TRIES = 10
 _ASIDE = re.compile(r"\.(?P<name>.+)\.(?P<kind>writing|replaced)-[0-9a-f]{16}")
 
 _logger = get_logger(__name__)
@@ -66,11 +74,33 @@ def working_folder(final: Path, token: str) -> Path:
     return final.with_name(f".{final.name}.writing-{token}")
 
 
+def claim(final: Path, storage: Storage) -> tuple[Path, Lock]:
+    """Make a folder to write `final` in, and lock it, so that other jobs leave it alone. See [Note: other jobs].
+
+    Raises:
+        OSError: the system refused.
+    """
+    for _ in range(_TRIES):
+        working = working_folder(final, new_token())
+        storage.make_folder(working)
+        try:
+            lock = storage.lock(working)
+        except FileNotFoundError:
+            continue
+        if lock is not None and working.is_dir():
+            return working, lock
+        if lock is not None:
+            lock.release()
+    raise OSError(errno.EBUSY, "another job removed each folder that was made", str(final.parent))
+
+
 def clean(parent: Path, storage: Storage) -> None:
     """Remove what killed saves left in `parent`, and put back what they had set aside; live saves are left alone."""
     for aside in set_aside(parent):
         try:
             _clean_one(aside, storage)
+        except FileNotFoundError:
+            continue  # its job has committed it, or another has cleaned it up
         except OSError as error:
             _logger.warning("could not clean up %s, left by an interrupted save: %s. Remove it by hand.", aside.path, error)
 
@@ -84,8 +114,13 @@ def swap_in(working: Path, final: Path, token: str, storage: Storage) -> Path | 
     """
     storage.sync_folder(working)
     if not final.exists():
-        storage.rename(working, final)
-        return None
+        try:
+            storage.rename(working, final)
+            return None
+        except OSError:
+            if not final.is_dir():
+                raise
+            # another job has just made it: it is replaced like any other
     if not final.is_dir():
         raise CheckpointError(
             f"{final} is a file, so the checkpoint cannot be a folder of that name. Remove it or choose another tag."
@@ -93,12 +128,17 @@ def swap_in(working: Path, final: Path, token: str, storage: Storage) -> Path | 
     if storage.exchange(working, final):
         return working
     old = final.with_name(f".{final.name}.replaced-{token}")
-    storage.rename(final, old)  # [Note: two renames]
+    lock = storage.lock(final)  # so that no other job puts it back meanwhile
     try:
-        storage.rename(working, final)
-    except OSError:
-        storage.rename(old, final)
-        raise
+        storage.rename(final, old)  # [Note: two renames]
+        try:
+            storage.rename(working, final)
+        except OSError:
+            storage.rename(old, final)
+            raise
+    finally:
+        if lock is not None:
+            lock.release()
     return old
 
 
@@ -123,18 +163,29 @@ def retire(old: Path, final: Path, storage: Storage) -> None:
         OSError: the system refused; what is left is cleaned up by a later save.
     """
     if old.is_dir() and not old.is_symlink() and final.is_dir():
-        for entry in sorted(old.iterdir()):
-            if not is_own_file(entry.name) and not (final / entry.name).exists():
-                _logger.info("carrying %s over to the new checkpoint: it is not one of its files.", entry)
-                storage.rename(entry, final / entry.name)
+        with contextlib.suppress(FileNotFoundError):  # another job carries or removes at the same time
+            for entry in sorted(old.iterdir()):
+                if not is_own_file(entry.name) and not (final / entry.name).exists():
+                    _logger.info("carrying %s over to the new checkpoint: it is not one of its files.", entry)
+                    storage.rename(entry, final / entry.name)
     storage.remove(old)
 
 
 def point_latest(save_dir: Path, tag: str, token: str, storage: Storage) -> None:
-    """Let the file `latest` name `tag`, in one step."""
+    """Let the file `latest` name `tag`, in one step.
+
+    Raises:
+        OSError: the system refused; `latest` is what it was.
+    """
     aside = save_dir / f".{LATEST_FILE}.writing-{token}"
-    storage.write_file(aside, tag.encode())
-    storage.rename(aside, save_dir / LATEST_FILE)
+    for attempt in range(_TRIES):
+        storage.write_file(aside, tag.encode())
+        try:
+            storage.rename(aside, save_dir / LATEST_FILE)
+            break
+        except FileNotFoundError:  # [Note: other jobs]
+            if attempt == _TRIES - 1:
+                raise
     storage.sync_folder(save_dir)
 
 

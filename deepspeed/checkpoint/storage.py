@@ -10,6 +10,7 @@ blocks that are filled and hashed while the block before is on its way to the di
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -278,11 +279,11 @@ class Storage:
         raise OSError(number, os.strerror(number), str(one), None, str(other))
 
     def remove(self, path: Path) -> None:
-        """Remove a file, a link or a whole folder."""
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+        """Remove a file, a link or a whole folder, also while another process removes it."""
+        while path.is_dir() and not path.is_symlink():
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(path)
+        path.unlink(missing_ok=True)
 
     def lock(self, path: Path) -> Lock | None:
         """Take the lock of a file or folder; None when another live process holds it.

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from deepspeed.checkpoint.folders import clean, find_folder, point_latest, settle, swap_in, working_folder
-from deepspeed.checkpoint.storage import Storage
+from deepspeed.checkpoint.folders import claim, clean, find_folder, point_latest, settle, swap_in, working_folder
+from deepspeed.checkpoint.storage import Lock, Storage
 from deepspeed.errors import CheckpointError
 from tests.unit.checkpoint.faulty_storage import NoExchange, Refusing
 
@@ -147,3 +148,62 @@ def test_latest_is_replaced_in_one_step(tmp_path: Path) -> None:
     point_latest(tmp_path, "two", _TOKEN, Storage())
     assert (tmp_path / "latest").read_bytes() == b"two"
     assert _names(tmp_path) == ["latest"]
+
+
+class _AnotherJob(Storage):
+    """Does `meanwhile` just before the first call of `operation`, as another job may."""
+
+    def __init__(self, operation: str, meanwhile: Callable[[], object]) -> None:
+        super().__init__()
+        self._operation, self._meanwhile = operation, meanwhile
+
+    def _look(self, operation: str) -> None:
+        if operation == self._operation:
+            self._operation = ""
+            self._meanwhile()
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._look("rename")
+        super().rename(source, target)
+
+    def lock(self, path: Path) -> Lock | None:
+        self._look("lock")
+        return super().lock(path)
+
+
+def test_a_new_latest_that_another_job_takes_for_a_left_over_is_written_again(tmp_path: Path) -> None:
+    point_latest(tmp_path, "one", _TOKEN, _AnotherJob("rename", lambda: clean(tmp_path, Storage())))
+    assert (tmp_path / "latest").read_text() == "one"
+    assert _names(tmp_path) == ["latest"]
+
+
+def test_a_folder_that_another_job_takes_for_a_left_over_before_it_is_locked_is_made_again(tmp_path: Path) -> None:
+    working, lock = claim(tmp_path / "t", _AnotherJob("lock", lambda: clean(tmp_path, Storage())))
+    clean(tmp_path, Storage())
+    assert _names(tmp_path) == [working.name]
+    lock.release()
+    clean(tmp_path, Storage())
+    assert _names(tmp_path) == []
+
+
+def test_a_tag_that_another_job_makes_just_now_is_replaced(tmp_path: Path) -> None:
+    final = _replace(tmp_path, _AnotherJob("rename", lambda: _folder(tmp_path / "t", "notes.txt")))
+    assert (final / "manifest.json").read_text() == f".t.writing-{_TOKEN}"
+    assert _names(tmp_path) == ["t"]
+
+
+def test_between_the_two_renames_no_other_job_puts_the_old_folder_back(tmp_path: Path) -> None:
+    _folder(tmp_path / "t", "rank_00000.safetensors")
+
+    class _Two(NoExchange):
+        def rename(self, source: Path, target: Path) -> None:
+            if "writing" in source.name:
+                clean(tmp_path, Storage())
+            super().rename(source, target)
+
+    storage = _Two()
+    working, lock = claim(tmp_path / "t", storage)
+    settle(swap_in(working, tmp_path / "t", _TOKEN, storage), tmp_path / "t", storage)
+    lock.release()
+    assert _names(tmp_path) == ["t"]
+    assert _names(tmp_path / "t") == []
