@@ -18,10 +18,21 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, NonNegativeInt, PositiveInt, StringConstraints, ValidationError
 
 from deepspeed.checkpoint import strict_json
-from deepspeed.checkpoint.names import MANIFEST_FILE
+from deepspeed.checkpoint.names import MANIFEST_FILE, rank_of_shard
 from deepspeed.errors import CheckpointDamagedError, CheckpointError
 
-__all__ = ["FORMAT", "VERSION", "FileEntry", "Fragment", "Manifest", "Part", "TensorEntry", "find_cover_fault", "parts_of"]
+__all__ = [
+    "FORMAT",
+    "VERSION",
+    "FileEntry",
+    "Fragment",
+    "Manifest",
+    "NodeEntry",
+    "Part",
+    "TensorEntry",
+    "find_cover_fault",
+    "parts_of",
+]
 
 FORMAT = "deepspeed-checkpoint"
 VERSION = 1
@@ -68,6 +79,20 @@ class TensorEntry(_Record):
         return prod(self.shape)
 
 
+class NodeEntry(_Record):
+    """In a folder that one of several nodes wrote to its own disk: whose it is. The tensors and files are those of all."""
+
+    save: str = Field(description="Name of the save: equal on all nodes, and different in every save.")
+    number: NonNegativeInt = Field(description="Which node this folder is of.")
+    hosts: list[str] = Field(description="Machine of each node.")
+    node_of_ranks: list[NonNegativeInt] = Field(description="Node of each rank that saved.")
+
+    def home_of(self, file: str) -> int | None:
+        """Node that has `file` on its disk; None: every one."""
+        rank = rank_of_shard(file)
+        return None if rank is None else self.node_of_ranks[rank]
+
+
 class Manifest(_Record):
     """`manifest.json`. Followed in the file by a `checksum` field, see [Note: checksum]."""
 
@@ -79,6 +104,9 @@ class Manifest(_Record):
     files: dict[FileName, FileEntry] = Field(description="Every other file of the folder that belongs to the checkpoint.")
     tensors: dict[str, TensorEntry] = Field(description="Every tensor, by global name.")
     state: JsonValue = Field(description="What the engine keeps besides tensors, encoded like the client state.")
+    node: NodeEntry | None = Field(
+        default=None, description="Only where every node wrote to its own disk; left out in a folder that has all files."
+    )
 
     def dump(self) -> bytes:
         """The file's bytes, checksum included."""

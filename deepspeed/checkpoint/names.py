@@ -31,6 +31,7 @@ __all__ = [
     "master_tensor",
     "module_tensor",
     "optimizer_tensor",
+    "rank_of_shard",
     "rank_state_tensor",
     "shard_file",
     "split_optimizer_tensor",
@@ -46,13 +47,19 @@ CLIENT_STATE_FILE = "client_state.json"
 RANK_STATE_FIELD = "rank_state"
 """Field of a shard's safetensors metadata that holds the JSON of that rank's own state."""
 
-_SHARD_FILE = re.compile(r"rank_\d{5,}\.safetensors")
+_SHARD_FILE = re.compile(r"rank_(\d{5,})\.safetensors")
 _LOOKS_LIKE_A_FRAGMENT = re.compile(r"@\d+$")
 
 
 def shard_file(rank: int) -> str:
     """File that `rank` writes."""
     return f"rank_{rank:05d}.safetensors"
+
+
+def rank_of_shard(file: str) -> int | None:
+    """Rank that writes `file`; None: it is no shard."""
+    match = _SHARD_FILE.fullmatch(file)
+    return None if match is None else int(match[1])
 
 
 def is_own_file(name: str) -> bool:

@@ -89,8 +89,11 @@ def _check_ours(folder: Path, there: dict[str, int], progress: Callable[[str], N
         manifest = Manifest.parse(path.read_bytes(), str(path))
     except (DeepSpeedError, OSError) as error:
         return [f"{names.MANIFEST_FILE}: {error} The other files cannot be checked without it."], []
-    faults = []
+    faults, elsewhere = [], []
     for file, entry in manifest.files.items():
+        if file not in there and _is_of_another_node(manifest, file):
+            elsewhere.append(file)
+            continue
         progress(f"{folder.name}/{file}")
         if fault := find_file_fault(folder / file, entry):
             faults.append(fault)
@@ -101,7 +104,13 @@ def _check_ours(folder: Path, there: dict[str, int], progress: Callable[[str], N
         else f"{file} is not a file of the checkpoint"
         for file in strangers
     ]
+    if elsewhere:
+        notes.append(f"saved by several nodes, and not checked here: {', '.join(elsewhere)}")
     return faults, notes
+
+
+def _is_of_another_node(manifest: Manifest, file: str) -> bool:
+    return manifest.node is not None and manifest.node.home_of(file) not in (None, manifest.node.number)
 
 
 def _check_others(place: Place, there: Iterable[str], progress: Callable[[str], None]) -> list[str]:

@@ -18,16 +18,18 @@ from typing import Any, cast, get_args
 from rich.console import RenderableType
 
 from deepspeed.checkpoint.export import export_weights, parse_dtype
+from deepspeed.checkpoint.layouts import layout_of
+from deepspeed.checkpoint.node_merge import merge_nodes
 from deepspeed.checkpoint.original.to_stages import Precision, ZeroStage, write_stages
 from deepspeed.checkpoint.original.to_universal import write_universal
 from deepspeed.checkpoint.source import CheckpointSource
 from deepspeed.checkpoint.tools.facts import files_in
 from deepspeed.checkpoint.tools.output import Report, line, nbytes_text, table
-from deepspeed.checkpoint.tools.places import Place, open_place
+from deepspeed.checkpoint.tools.places import Place, find_place, open_place
 from deepspeed.checkpoint.weights_source import open_weights
 from deepspeed.errors import ArgumentError
 
-__all__ = ["FORMS", "export_checkpoint"]
+__all__ = ["FORMS", "export_checkpoint", "merge_folders"]
 
 Told = Callable[[str], None]
 
@@ -119,3 +121,17 @@ def _checked(place: Place, told: Told) -> CheckpointSource:
     source = open_place(place)
     source.check_own_share()
     return source
+
+
+def merge_folders(folders: list[Path], out: Path, tag: str | None, told: Told = lambda text: None) -> Report:
+    """Put the folders of one tag from all nodes together into `out`, a folder of tags.
+
+    Raises:
+        ArgumentError, CheckpointError, CheckpointDamagedError: see `node_merge.merge_nodes`.
+    """
+    places = [find_place(folder, None if layout_of(folder) else tag) for folder in folders]
+    target = merge_nodes([place.folder for place in places], out, tag or places[0].tag, progress=told)
+    sizes = {str(target / file): nbytes for file, nbytes in files_in(target).items()}
+    record = {"from": [str(place.folder) for place in places], "to": str(target), "files": sizes}
+    rows = [(path, nbytes_text(nbytes)) for path, nbytes in sizes.items()]
+    return Report(record, [table("Written", ("file", "size"), rows, right=("size",))])

@@ -19,7 +19,7 @@ from rich.console import Console
 from deepspeed.checkpoint.tools.contents import show_checkpoint
 from deepspeed.checkpoint.tools.damage import verify
 from deepspeed.checkpoint.tools.diff import diff_checkpoints
-from deepspeed.checkpoint.tools.exports import FORMS, export_checkpoint
+from deepspeed.checkpoint.tools.exports import FORMS, export_checkpoint, merge_folders
 from deepspeed.checkpoint.tools.listing import list_checkpoints
 from deepspeed.checkpoint.tools.output import DAMAGED, WRONG_USE, Report, show
 from deepspeed.checkpoint.tools.places import find_place
@@ -81,6 +81,10 @@ def _parser() -> argparse.ArgumentParser:
     two.add_argument("--all", action="store_true", help="also list what is equal")
     two.add_argument("--parameters-only", action="store_true", help="leave the rest of the state out of the comparison")
     _add_export(add("export", _export, "write the weights alone, or a checkpoint in a layout of the original"))
+    merge = add("merge", _merge, "put together what the nodes of a job saved with checkpoint.use_node_local_storage")
+    merge.add_argument("dirs", type=Path, nargs="+", metavar="dir", help=f"of each node: {_DIR_HELP}")
+    merge.add_argument("out", type=Path, help="folder of tags to write into")
+    merge.add_argument("--tag", help="which checkpoint of the folders; left out: the one that `latest` names")
     return parser
 
 
@@ -136,6 +140,11 @@ def _export(args: argparse.Namespace) -> Report:
     options = {key: getattr(args, key) for keys in FORMS.values() for key in keys}
     with _progress("writing") as told:
         return export_checkpoint(find_place(args.dir, args.tag), args.out, args.to, options, told)
+
+
+def _merge(args: argparse.Namespace) -> Report:
+    with _progress("copying") as told:
+        return merge_folders(args.dirs, args.out, args.tag, told)
 
 
 @contextmanager

@@ -14,7 +14,9 @@ from typing import NamedTuple
 from deepspeed.checkpoint.agreement import Alone
 from deepspeed.checkpoint.layouts import layout_of
 from deepspeed.checkpoint.names import LATEST_FILE, LATEST_UNIVERSAL_FILE
+from deepspeed.checkpoint.node_load import NodeReader
 from deepspeed.checkpoint.opening import open_folder
+from deepspeed.checkpoint.reader import CheckpointReader
 from deepspeed.checkpoint.source import CheckpointSource
 from deepspeed.checkpoint.tags import describe_tags, find_tag, list_tags, read_latest
 from deepspeed.errors import ArgumentError, CheckpointNotFoundError
@@ -58,7 +60,10 @@ def open_place(place: Place) -> CheckpointSource:
     Raises:
         CheckpointError, CheckpointDamagedError, CheckpointNotFoundError: see `opening.open_folder`.
     """
-    return open_folder(place.folder, place.tag, Alone())
+    source = open_folder(place.folder, place.tag, Alone())
+    if isinstance(source, CheckpointReader) and source.manifest.node is not None:
+        return NodeReader(place.folder, place.tag, Alone(), local_rank=0, local_world_size=1)
+    return source
 
 
 def latest_files(load_dir: Path) -> dict[str, str]:
