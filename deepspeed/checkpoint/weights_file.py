@@ -117,6 +117,7 @@ class TorchFile:
         fields: Sequence[Field],
         aliases: Mapping[str, str] | None = None,
         metadata: Mapping[str, Any] | None = None,
+        others: Mapping[str, Any] | None = None,
     ) -> None:
         """Begin the file.
 
@@ -125,13 +126,14 @@ class TorchFile:
             fields: the tensors that are put.
             aliases: further names -> the key whose storage they share.
             metadata: `_metadata` of a module's state dict; plain values. The file then holds an OrderedDict.
+            others: entries that are no tensors.
         """
         self.order = [field.key for field in fields]
         self._fields = {field.key: field for field in fields}
         self._numbers = {key: number for number, key in enumerate(self.order)}
         self._zip = zipfile.ZipFile(cast("IO[bytes]", _Pipe(sink)), "w")
         try:
-            self._record("data.pkl", self._pickle(aliases or {}, metadata))
+            self._record("data.pkl", self._pickle(aliases or {}, metadata, others or {}))
             self._record(".format_version", b"1")
             self._record(".storage_alignment", str(ALIGNMENT_NBYTES).encode())
             self._record("byteorder", b"little")
@@ -169,10 +171,11 @@ class TorchFile:
     def _open(self, name: str, nbytes: int) -> IO[bytes]:
         return open_record(self._zip, f"{_ARCHIVE}/{name}", nbytes)
 
-    def _pickle(self, aliases: Mapping[str, str], metadata: Mapping[str, Any] | None) -> bytes:
+    def _pickle(self, aliases: Mapping[str, str], metadata: Mapping[str, Any] | None, others: Mapping[str, Any]) -> bytes:
         """The program that builds the dict; every plain value in it is what Python's own pickler makes of it."""
         names = dict(zip(self.order, self.order, strict=True)) | dict(aliases)
         items = b"".join(_plain(name) + self._tensor(key) for name, key in names.items())
+        items += b"".join(_plain(name) + _plain(value) for name, value in others.items())
         empty = b"}" if metadata is None else b"ccollections\nOrderedDict\n)R"
         attributes = b"" if metadata is None else _plain({"_metadata": metadata}) + b"b"
         return b"\x80\x02" + empty + b"(" + items + b"u" + attributes + b"."
@@ -214,15 +217,17 @@ def weights_file(
     fields: Sequence[Field],
     aliases: Mapping[str, str] | None = None,
     metadata: Mapping[str, Any] | None = None,
+    others: Mapping[str, Any] | None = None,
 ) -> WeightsFile:
     """Begin a file of the kind that the ending of `name` says: `.safetensors`, or torch's for any other.
 
-    `fields` are what is put. A safetensors file knows no aliases: they must be fields there.
+    `fields` are what is put. A safetensors file knows no aliases and no others: there, aliases must be fields.
     """
     if is_safetensors(name):
         assert not aliases  # callers make fields of them
+        assert not others  # callers refuse them
         return SafetensorsFile(sink, fields)
-    return TorchFile(sink, fields, aliases, metadata)
+    return TorchFile(sink, fields, aliases, metadata, others)
 
 
 def is_safetensors(name: str) -> bool:

@@ -5,17 +5,18 @@ Does not live here: checkpoints (`saving`, `loading`). Called by users and clien
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
-from deepspeed import comm
-from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+from deepspeed.checkpoint.agreement import ranks_of, together
+from deepspeed.checkpoint.model_file import write_model_file
 from deepspeed.engine.weights import some_names
+from deepspeed.engine.whole_weights import WholeWeights
 from deepspeed.errors import ArgumentError, CheckpointError
 from deepspeed.zero.flat import place_of
 from deepspeed.zero.gather import GatheredParameters
@@ -99,24 +100,17 @@ class WholeModelMembers:
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """The model's weights as the model holds them, on the CPU, on the first rank; None on the others.
 
-        Collective where parameters are sharded: they are gathered unit by unit, and only the first rank keeps them.
+        Collective where parameters are sharded: they are gathered bucket by bucket, and only the first rank keeps them.
         """
         is_first = self._parts.mesh.rank == 0
-        gathered: dict[int, Tensor] = {}
-        for flat in self._parts.partition.sharded:
-            if flat.kind.is_trained or not exclude_frozen_parameters:
-                for member, value in flat.gathered():
-                    if is_first:
-                        gathered[id(member.param)] = value.to("cpu", copy=True)
+        state_dict = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        weights = WholeWeights(self.module, state_dict, self._parts.partition.sharded)
+        kept = {name: value.to("cpu", copy=True) for name, value in weights.values() if is_first}
         if not is_first:
             return None
-        whole = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
-        names_of = {name: id(param) for name, param in self.module.named_parameters(remove_duplicate=False)}
-        for name, key in names_of.items():
-            if name in whole and key in gathered:
-                whole[name] = gathered[key]
-        state_dict: dict[str, Tensor] = clone_tensors_for_torch_save(whole)
-        return state_dict
+        whole = copy.copy(state_dict)  # with its class and its attribute `_metadata`
+        whole.update({name: kept[entry.names[0]] for entry in weights.entries for name in entry.names})
+        return whole
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """As `_consolidated_16bit_state_dict`, for sharded parameters.
@@ -140,13 +134,20 @@ class WholeModelMembers:
     ) -> bool:
         """Write the model's weights alone, as one file that plain PyTorch loads with `weights_only=True`.
 
-        Collective: all ranks call it, and the file is there when it returns.
+        Collective: all ranks call it, and the file is there when it returns. Sharded parameters are gathered bucket by
+        bucket and written at once, so no rank ever holds more than one bucket besides its shards.
+
+        Args:
+            save_dir: folder of the file; created where it lacks.
+            save_filename: a safetensors file is written where it ends in `.safetensors`.
+            exclude_frozen_parameters: leave out parameters that do not require gradients.
 
         Returns:
             True.
 
         Raises:
             ArgumentError: parameters are sharded and the config does not allow to gather them; nothing is written.
+            CheckpointError: on all ranks alike, the file could not be written; an earlier one is intact.
         """
         zero = self._config.zero_optimization
         if zero.stage == 3 and not zero.gather_16bit_weights_on_model_save:
@@ -155,13 +156,21 @@ class WholeModelMembers:
                 'stage3_gather_16bit_weights_on_model_save=false forbids: nothing was written. Set "zero_optimization": '
                 '{"stage3_gather_16bit_weights_on_model_save": true}, or use save_checkpoint().'
             )
-        state_dict = self._consolidated_16bit_state_dict(exclude_frozen_parameters)
-        if state_dict is not None:
-            Path(save_dir).mkdir(parents=True, exist_ok=True)
-            aside = Path(save_dir, f".{save_filename}.writing")
-            torch.save(state_dict, aside)
-            aside.replace(Path(save_dir, save_filename))  # a kill leaves the old file or the new one
-        comm.barrier()
+        state_dict = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        weights = WholeWeights(self.module, state_dict, self._parts.partition.sharded)
+        values = weights.values()
+        ranks = ranks_of(self._parts.mesh.rank, self._parts.mesh.world_size)
+
+        def take_part() -> None:
+            try:
+                if ranks.rank == 0:
+                    path, metadata = Path(save_dir, save_filename), getattr(state_dict, "_metadata", None)
+                    write_model_file(path, weights.entries, values, others=weights.others, metadata=metadata)
+            finally:
+                for _ in values:  # a rank that does not write, or cannot, still has to gather with the others
+                    pass
+
+        together(ranks, take_part)
         return True
 
     save_fp16_model = save_16bit_model
