@@ -150,9 +150,11 @@ class LoadingMembers:
         self.global_steps, self.global_samples = state["global_steps"], state["global_samples"]
         self.skipped_steps = state["skipped_steps"]
         self._parts.accumulation.restart(state["micro_steps"])
+        own = source.rank_state(self._parts.mesh.rank)
         if self.training_dataloader is not None and state["data"] is not None:
             self.training_dataloader.load_state_dict(state["data"])
-        set_random_state(source.rank_state(self._parts.mesh.rank))
+            self.training_dataloader.load_rank_state_dict((own or source.rank_state(0)).get("data", {}))
+        set_random_state(own)
 
     def _forget_open_window(self) -> None:
         """Gradients and losses from before the load belong to other weights."""

@@ -98,7 +98,7 @@ class SavingMembers:
             self._pieces(exclude_frozen_parameters),
             {**self._state(exclude_frozen_parameters)},
             dict(client_state or {}),
-            get_random_state(),
+            _rank_state(self.training_dataloader),
         )
         self._parts.saver.save(Path(save_dir), tag, content, save_latest=save_latest)
         return True
@@ -156,6 +156,11 @@ class SavingMembers:
             "lr_scheduler": None if self.lr_scheduler is None else self.lr_scheduler.state_dict(),
             "data": loader.state_dict() if loader is not None else None,
         }
+
+
+def _rank_state(loader: Any) -> dict[str, Any]:
+    """What differs by rank: random generators, and what the order of the data was drawn from."""
+    return {**get_random_state(), **({} if loader is None else {"data": loader.rank_state_dict()})}
 
 
 def _flat_pieces(flat: FlatGroup, parts: int, part: int) -> Iterator[Piece]:
