@@ -89,14 +89,26 @@ class GroupOptimizer(Optimizer):
         self._step_groups()
         return loss
 
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch."""
+        given: dict[str, Any] = _plain(Optimizer.state_dict)(self)
+        return given
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave; state keeps this optimizer's own dtype instead of the parameter's."""
+        """Load what `state_dict` gave; state keeps this optimizer's own dtype instead of the parameter's.
+
+        Values are copied, except tensors that are this optimizer's state already (filled in place, for example).
+        """
+        before = dict(self.state)
         _plain(Optimizer.load_state_dict)(self, state_dict)
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
         for i, p in zip(ids, params, strict=True):
             given = state_dict["state"].get(i, {})
             for key in given.keys() & set(self.state_keys):
+                if given[key] is before.get(p, {}).get(key):
+                    self.state[p][key] = given[key]
+                    continue
                 # The base class has rounded the value to the parameter's dtype: take the given one.
                 self.state[p][key] = given[key].to(
                     device=p.device, dtype=self._state_dtype(p), copy=True, memory_format=torch.contiguous_format
@@ -157,10 +169,10 @@ class GroupOptimizer(Optimizer):
         return list(found.values())
 
 
-def _plain(method: Callable[..., None]) -> Callable[..., None]:
+def _plain(method: Callable[..., Any]) -> Callable[..., Any]:
     """`method` of torch's Optimizer as it is to be called: [Note: dynamo stays out]."""
     is_loaded = "torch._dynamo" in sys.modules
-    plain: Callable[..., None] = method if is_loaded else getattr(method, "__wrapped__", method)
+    plain: Callable[..., Any] = method if is_loaded else getattr(method, "__wrapped__", method)
     return plain
 
 

@@ -220,16 +220,16 @@ def _joined(
     for member, param_start, slice_start, numel in pieces:
         has = keys(member.name)
         for key, values in joined.items():
-            here = values[slice_start : slice_start + numel]
+            here = values.view(-1)[slice_start : slice_start + numel]
             if key in has:
                 read(member.name, key, param_start, here)
             else:
                 here.zero_()
-    return {key: values.view(s.param.shape) for key, values in joined.items()}
+    return joined
 
 
 def _room(present: Any, s: Slice, dtype: torch.dtype) -> Tensor:
-    """Flat memory for state of a slice: the present tensor's where it fits, so that a load needs no second one."""
+    """A tensor for state of a slice: the present one where it fits, so that a load needs no second one."""
     if isinstance(present, Tensor) and present.shape == s.param.shape and present.dtype == dtype and present.is_contiguous():
-        return present.detach().view(-1)
-    return torch.zeros(s.numel, dtype=dtype, device=s.param.device)
+        return present
+    return torch.zeros(s.param.shape, dtype=dtype, device=s.param.device)

@@ -404,3 +404,16 @@ def test_state_with_foreign_strides_is_refused_instead_of_misread() -> None:
     optimizer.state[p]["exp_avg"] = torch.zeros(4, 3).t()
     with pytest.raises(RuntimeError, match=r"state 'exp_avg' has strides \(1, 3\)"):
         optimizer.step()
+
+
+def test_loading_takes_its_own_tensors_as_they_are_and_copies_all_others() -> None:
+    optimizer = FusedAdam(parameters())
+    train(optimizer, 1)
+    saved = optimizer.state_dict()
+    own = {i: state["exp_avg"] for i, state in saved["state"].items()}
+    saved["state"] = {i: {**state, "exp_avg_sq": state["exp_avg_sq"].clone()} for i, state in saved["state"].items()}
+    optimizer.load_state_dict(saved)
+    for i, state in optimizer.state_dict()["state"].items():
+        assert state["exp_avg"] is own[i]
+        assert state["exp_avg_sq"] is not saved["state"][i]["exp_avg_sq"]
+        assert torch.equal(state["exp_avg_sq"], saved["state"][i]["exp_avg_sq"])
