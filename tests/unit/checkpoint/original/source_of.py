@@ -92,14 +92,6 @@ def contents(source: CheckpointSource) -> dict[str, Tensor]:
     return {name: source.read(name).view(source.shape(name)) for name in source.names()}
 
 
-def weights_of(source: CheckpointSource) -> dict[str, Tensor]:
-    """Every weight and buffer in full precision, also under the later names of tied ones."""
-    found = {
-        n.removeprefix(p): source.read(n).view(source.shape(n)) for p in ("module/", "master/") for n in source.names(p)
-    }
-    return found | {alias: found[owner] for alias, owner in source.state["shared_parameters"].items()}
-
-
 def trained_tensors(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
     """Masters and moments of parameters, all elements different."""
     tensors: dict[str, Tensor] = {}

@@ -22,7 +22,7 @@ from deepspeed.checkpoint.original.optimizer_shards import cut_into_sub_groups, 
 from deepspeed.checkpoint.original.stages import StageSource
 from deepspeed.checkpoint.original.to_stages import write_stages
 from deepspeed.errors import ArgumentError, CheckpointError
-from tests.support.peer import FIXTURES
+from tests.support.original_net import FIXTURES
 from tests.unit.checkpoint.original.source_of import (
     SCALED,
     PlainSource,

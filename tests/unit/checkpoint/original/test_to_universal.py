@@ -19,14 +19,13 @@ from deepspeed.checkpoint.original.to_universal import MissingUniversalInfoError
 from deepspeed.checkpoint.original.universal import UniversalSource
 from deepspeed.checkpoint.source import CheckpointSource
 from deepspeed.errors import ArgumentError, CheckpointError
-from tests.support.peer import FIXTURES
+from tests.support.original_net import FIXTURES, full_weights
 from tests.unit.checkpoint.original.source_of import (
     SCALED,
     PlainSource,
     contents,
     trained_state,
     trained_tensors,
-    weights_of,
 )
 
 SHAPES = {"a.weight": (5, 3), "a.bias": (5,), "b.weight": (2, 5), "empty": (0, 4), "scalar": ()}
@@ -128,7 +127,7 @@ def test_every_kind_of_stage_files_keeps_its_values(tmp_path: Path, folder: str)
     source = open_folder(FIXTURES / folder / "step3", "step3", Alone())
     write_universal(source, tmp_path / "u", inject_missing_state=True)
     universal = opened(tmp_path / "u")
-    found, expected = weights_of(universal), weights_of(source)
+    found, expected = full_weights(universal), full_weights(source)
     assert_equal({name: value.float() for name, value in found.items()}, {n: v.float() for n, v in expected.items()})
     moments = {name: source.read(name).view(source.shape(name)) for name in source.names("optimizer/")}
     assert_equal({name: universal.read(name).view(universal.shape(name)) for name in universal.names("optimizer/")}, moments)
@@ -206,7 +205,7 @@ def test_an_engine_without_optimizer_gives_weights_alone(tmp_path: Path) -> None
     write_universal(source, tmp_path / "u")
     found = opened(tmp_path / "u")
     assert found.state["optimizer"] is None
-    assert_equal(weights_of(found), {name.removeprefix("module/"): value for name, value in tensors.items()})
+    assert_equal(full_weights(found), {name.removeprefix("module/"): value for name, value in tensors.items()})
 
 
 @pytest.mark.parametrize("workers", [1, 16])

@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 from deepspeed.checkpoint.agreement import Alone
 from deepspeed.checkpoint.original.universal import UniversalSource
 from deepspeed.errors import ArgumentError, CheckpointDamagedError
-from tests.support.peer import FIXTURES
-from tests.unit.checkpoint.original.source_of import weights_of
+from tests.support.original_net import FIXTURES, full_weights
 
 STAGES = ["stage1-fp32", "stage2-bf16", "stage3-bf16"]
 
@@ -32,7 +31,7 @@ def copied(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_weight_and_buffer_equals_the_originals(stage: str) -> None:
-    found = weights_of(opened(FIXTURES / f"universal-from-{stage}" / "step3_universal"))
+    found = full_weights(opened(FIXTURES / f"universal-from-{stage}" / "step3_universal"))
     expected = load_file(FIXTURES / f"universal-from-{stage}" / "expected_fp32.safetensors")
     assert found.keys() == expected.keys()
     for name, value in expected.items():
