@@ -6,7 +6,7 @@
 
 [Note: which order counts] At stages 1 and 2 the shards also state where each parameter lies (`param_slice_mappings`). With
 `round_robin_gradients` version 0.19.8 states it for the order before the parameters were reordered, which is wrong: the
-values lie in the order of `param_shapes`. So that order counts, and the statement only where padding lies between parameters.
+values lie in the order of `param_shapes`. So places follow from that order, and the statement is not read.
 
 Lives here: ZeRO stages 1 to 3, and what all stages share. Does not live here: the arithmetic (`zero_layout`), optimizer
 state without ZeRO (`unsharded`), joining slices (`tensor_parallel`). Called by `rank_slices`.
@@ -27,7 +27,6 @@ from deepspeed.checkpoint.original.engine_state import plain_groups
 from deepspeed.checkpoint.original.experts import ExpertNames
 from deepspeed.checkpoint.original.zero_layout import (
     Place,
-    places_by_mapping,
     places_by_order,
     places_of_padded,
     shard_numel,
@@ -167,14 +166,8 @@ def _flat_groups_of_stages_1_and_2(
             own = [shards[rank] for rank in ranks]
             masters = [shard["single_partition_of_fp32_groups"][number].detach().reshape(-1) for shard in own]
             numels = {name: math.prod(shape) for name, shape in local_shapes.items()}
-            if _is_aligned(own, number):
-                stated = [
-                    {name: (where.start, where.numel) for name, where in shard["param_slice_mappings"][number].items()}
-                    for shard in own
-                ]
-                places = places_by_mapping(stated)
-            else:
-                places = places_by_order(numels, [master.numel() for master in masters])
+            paddings = (own[0].get("param_alignment_paddings") or {number: ()})[number]
+            places = places_by_order(numels, [master.numel() for master in masters], paddings)
             rename = experts.namer(expert_rank)
             yield _FlatGroup(
                 number,
@@ -183,11 +176,6 @@ def _flat_groups_of_stages_1_and_2(
                 masters,
                 [_inner_state(inners[rank], number) for rank in ranks],
             )
-
-
-def _is_aligned(shards: Sequence[Mapping[str, Any]], number: int) -> bool:
-    """Whether there is padding between the parameters of a group; see [Note: which order counts]."""
-    return any(any((shard.get("param_alignment_paddings") or {number: ()})[number]) for shard in shards)
 
 
 def _flat_groups_of_stage_3(

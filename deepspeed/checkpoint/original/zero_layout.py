@@ -12,10 +12,12 @@ Pure: no tensor is touched. Does not live here: our own layout (`sharding`), rea
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
-__all__ = ["Place", "places_by_mapping", "places_by_order", "places_of_padded", "shard_numel"]
+__all__ = ["Place", "places_by_order", "places_of_padded", "shard_numel"]
 
 
 class Place(NamedTuple):
@@ -26,29 +28,29 @@ class Place(NamedTuple):
     numel: int
 
 
-def places_by_mapping(mappings: Sequence[Mapping[str, tuple[int, int]]]) -> dict[str, list[Place]]:
-    """Places as the shards state them, stages 1 and 2: for each rank name -> (start, numel)."""
-    places: dict[str, list[Place]] = {}
-    for rank, mapping in enumerate(mappings):
-        for name, (start, numel) in mapping.items():
-            places.setdefault(name, []).append(Place(rank, start, numel))
-    return places
+def places_by_order(
+    numels: Mapping[str, int], shard_numels: Sequence[int], paddings: Sequence[int] = ()
+) -> dict[str, list[Place]]:
+    """Places of stages 1 and 2: parameters in order, over shards of the numels given, one after another.
 
-
-def places_by_order(numels: Mapping[str, int], shard_numels: Sequence[int]) -> dict[str, list[Place]]:
-    """Places of stages 1 and 2 by arithmetic: parameters in order, over shards of the numels given, one after another."""
+    Args:
+        numels: name -> elements.
+        shard_numels: elements of each rank's shard.
+        paddings: elements between each parameter and the next (`parameter_alignment`); none if left out.
+    """
+    stops = list(accumulate(shard_numels))
     places: dict[str, list[Place]] = {}
-    rank = start = 0
-    for name, numel in numels.items():
+    at = 0
+    for number, (name, numel) in enumerate(numels.items()):
         found = places.setdefault(name, [])
-        missing = numel
-        while missing and rank < len(shard_numels):
-            length = min(missing, shard_numels[rank] - start)
-            if length:
-                found.append(Place(rank, start, length))
-            missing, start = missing - length, start + length
-            if missing:
-                rank, start = rank + 1, 0
+        end = at + numel
+        while at < end and at < (stops[-1] if stops else 0):
+            rank = bisect_right(stops, at)
+            start = at - (stops[rank] - shard_numels[rank])
+            length = min(end, stops[rank]) - at
+            found.append(Place(rank, start, length))
+            at += length
+        at = end + (paddings[number] if number < len(paddings) else 0)
     return places
 
 

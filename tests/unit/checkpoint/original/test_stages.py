@@ -23,6 +23,7 @@ from tests.support.original_net import CLIENT_STATE, FIXTURES, ColumnAndRow, bat
 
 NET = ("stage1-fp32", "stage1-bf16-fp32acc", "stage2-bf16", "stage3-bf16")
 OWN = ("stage2-roundrobin-bf16", "stage3-subgroups-bf16")
+ALIGNED = "stage2-aligned-bf16"
 TRAINED = ["emb.weight", "fc1.weight", "fc1.bias", "fc2.weight", "norm.weight", "norm.bias"]
 
 
@@ -51,7 +52,7 @@ def test_full_weights_equal_those_of_the_original_s_own_consolidation(case: str)
     assert_same(full_weights(source), expected(case, "expected_fp32"))
 
 
-@pytest.mark.parametrize("case", [*NET, *OWN])
+@pytest.mark.parametrize("case", [*NET, *OWN, ALIGNED])
 def test_the_state_is_told_in_our_terms(case: str) -> None:
     source = open_case(case)
     state = source.state
@@ -78,7 +79,7 @@ def test_the_state_is_told_in_our_terms(case: str) -> None:
     assert source.rank_state(0) == source.rank_state(7) == {}
 
 
-@pytest.mark.parametrize("case", [*NET, *OWN])
+@pytest.mark.parametrize("case", [*NET, *OWN, ALIGNED])
 def test_weights_stand_under_their_names_once_with_masters_only_in_16_bit(case: str) -> None:
     source = open_case(case)
     masters = source.names("master/")
@@ -120,6 +121,14 @@ def test_reordered_parameters_are_found_where_they_lie_and_not_where_the_shards_
         master = whole(source, f"master/{name}")
         assert torch.equal(master.bfloat16(), whole(source, f"module/{name}"))
         assert torch.equal(master, given[f"fp32/{name}"]) is (name in ("emb.weight", "fc1.bias"))
+
+
+def test_padding_between_parameters_is_left_out() -> None:
+    source = open_case(ALIGNED)
+    given = expected(ALIGNED, "expected_state")
+    for name in TRAINED:
+        assert torch.equal(whole(source, f"master/{name}"), given[f"fp32/{name}"])
+        assert torch.equal(whole(source, f"master/{name}").bfloat16(), whole(source, f"module/{name}"))
 
 
 @pytest.mark.parametrize("case", NET)
@@ -358,13 +367,3 @@ def test_shards_of_the_other_precision_left_over_under_the_tag_are_not_taken(cop
         shutil.copy(path, folder / path.name)
     source = StageSource(folder, "step3", Alone())
     assert_same(full_weights(source), expected("stage2-bf16", "expected_fp32"))
-
-
-def test_shards_without_slice_mappings_are_cut_by_the_order_of_the_shapes(copy: Any) -> None:
-    """As older versions wrote them."""
-    folder = copy("stage1-bf16-fp32acc")
-    for path in folder.glob("*optim*"):
-        content = load_archive(path, mmap=False)
-        del content["optimizer_state_dict"]["param_slice_mappings"]
-        torch.save(content, path)
-    assert_same(full_weights(StageSource(folder, "step3", Alone())), expected("stage1-bf16-fp32acc", "expected_fp32"))

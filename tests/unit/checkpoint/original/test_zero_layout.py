@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed.checkpoint.original.zero_layout import Place, places_by_mapping, places_by_order, places_of_padded
+from deepspeed.checkpoint.original.zero_layout import Place, places_by_order, places_of_padded
 
 NUMELS = st.lists(st.integers(0, 40), max_size=7)
 
@@ -20,15 +20,14 @@ def _numbered(numels: list[int]) -> tuple[dict[str, int], dict[str, list[int]]]:
     return named, {f"p{i}": list(range(s, s + n)) for i, (s, n) in enumerate(zip(starts, numels, strict=True))}
 
 
-@given(NUMELS, st.integers(1, 6))
-def test_parameters_of_stages_1_and_2_are_found_by_order(numels: list[int], world_size: int) -> None:
+@given(NUMELS, st.integers(1, 6), st.integers(1, 8))
+def test_parameters_of_stages_1_and_2_are_found_by_order(numels: list[int], world_size: int, alignment: int) -> None:
     named, expected = _numbered(numels)
-    total = sum(numels)
-    padded = -(-total // (2 * world_size)) * 2 * world_size
-    size = padded // world_size
-    flat = list(range(total))
-    shards = [flat[rank * size : (rank + 1) * size] for rank in range(world_size)]  # without padding, as they are stored
-    places = places_by_order(named, [len(shard) for shard in shards])
+    paddings = [-numel % alignment for numel in numels]
+    flat = [x for values, padding in zip(expected.values(), paddings, strict=True) for x in values + [-1] * padding]
+    size = -(-len(flat) // (2 * world_size)) * 2
+    shards = [flat[rank * size : (rank + 1) * size] for rank in range(world_size)]  # no padding at the end, as stored
+    places = places_by_order(named, [len(shard) for shard in shards], paddings)
     assert {name: _collect(places, shards, name) for name in named} == expected
 
 
@@ -47,8 +46,3 @@ def test_parameters_of_stage_3_are_found_in_every_rank_s_shard(numels: list[int]
 
 def test_a_shard_that_ends_too_early_leaves_elements_out() -> None:
     assert places_by_order({"a": 5, "b": 5}, [4, 3]) == {"a": [Place(0, 0, 4), Place(1, 0, 1)], "b": [Place(1, 1, 2)]}
-
-
-def test_stated_places_are_taken_in_order_of_the_ranks() -> None:
-    places = places_by_mapping([{"a": (0, 3), "b": (3, 1)}, {"b": (0, 2)}])
-    assert places == {"a": [Place(0, 0, 3)], "b": [Place(0, 3, 1), Place(1, 0, 2)]}
