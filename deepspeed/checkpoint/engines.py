@@ -164,11 +164,20 @@ class _Nothing(HashedFile):
         """Nothing is open."""
 
 
+class _NoLock(Lock):
+    def release(self) -> None:
+        """Nothing was taken."""
+
+
 class MockStorage(Storage):
     """Takes everything and keeps nothing: what a save costs without the disk. No checkpoint comes of it."""
 
     def make_folder(self, path: Path) -> None:
         """Make nothing."""
+
+    def is_folder(self, path: Path) -> bool:
+        """As if it had been made."""
+        return True
 
     def create(self, path: Path) -> HashedFile:
         """Open nothing."""
@@ -188,8 +197,8 @@ class MockStorage(Storage):
         """Leave what others made."""
 
     def lock(self, path: Path) -> Lock | None:
-        """None, so that nobody's left-over is taken for ours."""
-        return None
+        """Take nothing: what is not there needs no lock."""
+        return _NoLock(-1)
 
 
 def storage_of(writer: WriterConfig | None) -> Storage:

@@ -87,7 +87,7 @@ def claim(final: Path, storage: Storage) -> tuple[Path, Lock]:
             lock = storage.lock(working)
         except FileNotFoundError:
             continue
-        if lock is not None and working.is_dir():
+        if lock is not None and storage.is_folder(working):
             return working, lock
         if lock is not None:
             lock.release()

@@ -244,6 +244,10 @@ class Storage:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir()
 
+    def is_folder(self, path: Path) -> bool:
+        """Whether a folder that was made is still there."""
+        return path.is_dir()
+
     def create(self, path: Path) -> HashedFile:
         """Open a new file."""
         return HashedFile(path, self.options, self.written)
