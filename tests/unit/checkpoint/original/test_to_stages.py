@@ -22,14 +22,13 @@ from deepspeed.checkpoint.original.optimizer_shards import cut_into_sub_groups, 
 from deepspeed.checkpoint.original.stages import StageSource
 from deepspeed.checkpoint.original.to_stages import write_stages
 from deepspeed.errors import ArgumentError, CheckpointError
-from tests.support.original_net import FIXTURES
+from tests.support.original_net import FIXTURES, full_weights
 from tests.unit.checkpoint.original.source_of import (
     SCALED,
     PlainSource,
     contents,
     trained_state,
     trained_tensors,
-    weights_of,
 )
 
 SHAPES = {"a.weight": (5, 3), "a.bias": (5,), "b.weight": (2, 5), "empty": (0, 4), "one": (1,)}
@@ -117,7 +116,7 @@ def test_everything_comes_back_from_every_stage_and_number_of_ranks(
     source = ours(tmp_path)
     written = write_stages(source, tmp_path / "out", stage=stage, world_size=world_size, dtype=dtype)
     read = opened(written, MEMBERS if stage == 0 else None)
-    expected, found = weights_of(source), weights_of(read)
+    expected, found = full_weights(source), full_weights(read)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name].to(value.dtype), value, rtol=0, atol=0, msg=name)
@@ -141,7 +140,7 @@ def test_everything_comes_back_from_every_stage_and_number_of_ranks(
 def test_files_of_16_bit_training_hold_the_weights_rounded_once(tmp_path: Path) -> None:
     source = ours(tmp_path)
     module = load_archive(write_stages(source, tmp_path, stage=1, world_size=1) / "mp_rank_00_model_states.pt")["module"]
-    assert torch.equal(module["a.weight"], weights_of(source)["a.weight"].bfloat16())
+    assert torch.equal(module["a.weight"], full_weights(source)["a.weight"].bfloat16())
     assert module["head.weight"].data_ptr() == module["b.weight"].data_ptr()
     assert [module[name].dtype for name in ("frozen", "mean", "count")] == [torch.bfloat16, torch.float32, torch.int64]
 
