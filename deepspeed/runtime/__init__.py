@@ -6,6 +6,7 @@ from deepspeed.common.lazy import attach
 
 _SUBMODULES = (
     "base_optimizer",
+    "checkpoint_engine",
     "config",
     "config_utils",
     "constants",

@@ -25,6 +25,8 @@ DOTTED = [
     "deepspeed.ops.adam.DeepSpeedCPUAdam",
     "deepspeed.ops.adam.FusedAdam",
     "deepspeed.runtime.base_optimizer.DeepSpeedOptimizer",
+    "deepspeed.runtime.checkpoint_engine.checkpoint_engine.CheckpointEngine",
+    "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine.TorchCheckpointEngine",
     "deepspeed.runtime.config.DeepSpeedConfig",
     "deepspeed.runtime.config.DeepSpeedConfigError",
     "deepspeed.runtime.config_utils.DeepSpeedConfigModel",
