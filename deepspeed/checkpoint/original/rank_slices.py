@@ -35,7 +35,8 @@ def read_rank(rank: ModelRank, members: Sequence[Sequence[str]] | None) -> Slice
     into.dtypes = {name: value.dtype for name, value in module.items()}
     into.weights = read_weights(rank.models, aliases)
     into.weights.update({name: stored(value) for state in rank.experts for name, value in state.items()})
-    _tell_frozen(into, model, buffers, is_named=into.refusal is None)
+    stage = 3 if rank.is_sharded else int(rank.shards[0].get("zero_stage") or 1) if rank.shards else 0
+    _tell_frozen(into, model, buffers, stage)
     return into
 
 
@@ -150,11 +151,14 @@ def _aliases_of(parameters: Mapping[str, Tensor]) -> dict[str, str]:
     return aliases
 
 
-def _tell_frozen(into: Slice, model: Mapping[str, Any], buffers: set[str], *, is_named: bool) -> None:
+def _tell_frozen(into: Slice, model: Mapping[str, Any], buffers: set[str], stage: int) -> None:
+    """Frozen parameters are listed from stage 2 on, unless they were left out of the checkpoint; else they are the rest."""
     stated = model.get("frozen_param_shapes")
     if stated is not None:
         into.frozen = list(stated)
         into.has_frozen = all(name in into.weights for name in stated)
-    elif is_named and into.has_optimizer:
+    elif stage > 1 and "frozen_param_shapes" in model:
+        into.has_frozen = False
+    elif into.refusal is None and into.has_optimizer:
         trained = into.masters or into.scalars
         into.frozen = [name for name in into.weights if name not in trained and name not in buffers]

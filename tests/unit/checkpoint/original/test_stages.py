@@ -367,3 +367,19 @@ def test_shards_of_the_other_precision_left_over_under_the_tag_are_not_taken(cop
         shutil.copy(path, folder / path.name)
     source = StageSource(folder, "step3", Alone())
     assert_same(full_weights(source), expected("stage2-bf16", "expected_fp32"))
+
+
+@pytest.mark.parametrize("case", ["stage2-bf16", "stage3-bf16"])
+def test_frozen_parameters_that_were_left_out_are_not_there_and_may_lack(copy: Any, case: str) -> None:
+    """From stage 2 on the original lists them as None then, and as an empty dictionary where the model has none."""
+    folder = copy(case)
+    for path in folder.glob("*model_states.pt"):
+        content = load_archive(path, mmap=False)
+        for name in ("frozen.weight", "frozen.bias"):
+            del content["module"][name]
+        content["frozen_param_shapes"] = content["frozen_param_fragments"] = None
+        torch.save(content, path)
+    source = StageSource(folder, "step3", Alone())
+    assert not source.state["has_frozen_parameters"]
+    assert not [name for name in source.names() if "frozen" in name]
+    assert open_case("moe-stage2-bf16").state["has_frozen_parameters"]
