@@ -113,6 +113,8 @@ def load_state(
         present = [{**group, **loaded, "params": group["params"]} for group, loaded in zip(present, groups, strict=True)]
     order = {id(p): i for i, p in enumerate(p for group in master.optimizer.param_groups for p in group["params"])}
     by_order = {order[id(master.slices[number].param)]: value for number, value in state.items()}
+    for number, value in state.items():  # all of it is the optimizer's own, so `load_state_dict` copies none
+        master.optimizer.state[master.slices[number].param] = value
     master.optimizer.load_state_dict({"state": by_order, "param_groups": present})
 
 
