@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from deepspeed.checkpoint import open_checkpoint
 from deepspeed.checkpoint.agreement import Alone
 from deepspeed.checkpoint.original.archive import load_archive
 from deepspeed.checkpoint.original.stages import StageSource
@@ -383,3 +385,25 @@ def test_frozen_parameters_that_were_left_out_are_not_there_and_may_lack(copy: A
     assert not source.state["has_frozen_parameters"]
     assert not [name for name in source.names() if "frozen" in name]
     assert open_case("moe-stage2-bf16").state["has_frozen_parameters"]
+
+
+class Bomb:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self._path}",)
+
+
+@pytest.mark.parametrize("case", ["stage2-bf16", "pipeline-fp32", "moe-stage0-fp32"])
+def test_a_bomb_in_any_file_is_refused_by_name_and_does_not_run(copy: Any, case: str, tmp_path: Path) -> None:
+    folder = copy(case)
+    (tmp_path / "latest").write_text(case)
+    for path in sorted(folder.glob("*.pt")):
+        whole_content = path.read_bytes()
+        torch.save({**load_archive(path, mmap=False), "more": Bomb(tmp_path / "ran")}, path)
+        with pytest.raises(CheckpointError, match=rf"{path.name} names \w+\.system"):
+            open_checkpoint(tmp_path)
+        path.write_bytes(whole_content)
+    assert not (tmp_path / "ran").exists()
+    assert open_checkpoint(tmp_path).tag == case
