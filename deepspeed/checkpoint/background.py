@@ -26,10 +26,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from deepspeed.checkpoint.agreement import AsideRanks, Ranks, ranks_of
+from deepspeed.checkpoint.node_save import start_on_nodes
+from deepspeed.checkpoint.nodes import Nodes
 from deepspeed.checkpoint.scripts import place_scripts
 from deepspeed.checkpoint.snapshot import SnapshotMemory
 from deepspeed.checkpoint.storage import Storage
@@ -77,11 +80,21 @@ class Saver:
         owner: whose storage is written to.
     """
 
-    def __init__(self, plan: SavePlan, rank: int, world_size: int, owner: StorageOwner, tiers: Tiers) -> None:
-        """Store the parts; nothing is made before it is needed."""
+    def __init__(
+        self,
+        plan: SavePlan,
+        rank: int,
+        world_size: int,
+        owner: StorageOwner,
+        tiers: Tiers,
+        nodes: Nodes | None = None,
+    ) -> None:
+        """Store the parts; nothing is made before it is needed. With `nodes`, each of them saves to its own disk."""
         self.owner = owner
         self._plan = plan
         self._tiers = tiers
+        self._nodes = nodes
+        self._commits = rank == 0 if nodes is None else nodes.is_leader(rank)
         self._rank = rank
         self._world_size = world_size
         self._memory = SnapshotMemory(plan.limit_nbytes)
@@ -108,7 +121,8 @@ class Saver:
         everybody = ranks_of(self._rank, self._world_size)
         is_background = self._plan.is_background
         finishing = self._ranks_aside() if is_background else everybody
-        started = start_checkpoint(
+        start = start_checkpoint if self._nodes is None else partial(start_on_nodes, nodes=self._nodes)
+        started = start(
             save_dir.absolute(),  # the current folder may be another one when the thread comes to it
             tag,
             content,
@@ -169,7 +183,7 @@ class Saver:
             if self._aside is not None:
                 self._aside.close()
                 self._aside = None
-            if self._rank == 0:
+            if self._commits:
                 self._tiers.close()
 
     def _ranks_aside(self) -> Ranks:
@@ -190,9 +204,9 @@ class Saver:
 
     def _finish(self, started: StartedSave, ranks: Ranks, began: float, blocked_seconds: float | None) -> None:
         committed = started.finish(ranks)
-        if self._rank != 0:
+        if not self._commits:
             return
-        if self._plan.shows_statistics:
+        if self._plan.shows_statistics and self._rank == 0:
             _logger.info("%s", statistics(committed, time.monotonic() - began, blocked_seconds))
         if committed.folder.is_dir():  # MOCK writes none
             if self._plan.leaves_scripts:

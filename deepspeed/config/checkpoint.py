@@ -113,7 +113,8 @@ class NebulaConfig(ConfigModel):
     with its hashes and committed there like a save. Left out: no copies."""
 
     persistent_time_interval: PositiveNumber = 100.0
-    """Seconds from the beginning of a copy until another may begin; checkpoints in between stay in the fast tier only; > 0."""
+    """Seconds from the beginning of a copy until another may begin; checkpoints saved meanwhile are in the fast tier only;
+    > 0."""
 
     num_of_version_in_retention: PositiveWhole = 2
     """Checkpoints that the fast tier keeps, where `checkpoint.keep_last` gives no other number; > 0. The other tier keeps

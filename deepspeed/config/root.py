@@ -414,6 +414,13 @@ def elasticity_chooses_the_batch(config: DeepSpeedConfig) -> Iterable[Fault]:
                 yield Fault(key, getattr(config, key), "needed none: elasticity.enabled chooses the batch", cure)
 
 
+def tiers_copy_whole_folders(config: DeepSpeedConfig) -> Iterable[Fault]:
+    """A node's own folder is not a whole checkpoint, so it cannot be copied to a persistent tier."""
+    if config.nebula.enabled and config.nebula.persistent_storage_path and config.checkpoint.use_node_local_storage:
+        needed = "needed false with nebula.persistent_storage_path, which takes checkpoints that are whole in one folder"
+        yield Fault("checkpoint.use_node_local_storage", True, needed, "Leave one of the two out.")
+
+
 CROSS_CHECKS: tuple[CrossCheck, ...] = (
     CrossCheck(one_16_bit_format, ("fp16.enabled", "bf16.enabled")),
     CrossCheck(masters_follow_zero, ("zero_optimization.stage", "fp16.enabled", "bf16.enabled")),
@@ -421,6 +428,7 @@ CROSS_CHECKS: tuple[CrossCheck, ...] = (
     CrossCheck(amp_stands_alone, ("amp.enabled", "fp16.enabled", "zero_optimization.stage")),
     CrossCheck(clipping_needs_the_norm, ("zero_optimization.compute_grad_norm", "gradient_clipping")),
     CrossCheck(elasticity_chooses_the_batch, ("elasticity.enabled",)),
+    CrossCheck(tiers_copy_whole_folders, ("nebula.enabled", "checkpoint.use_node_local_storage")),
 )
 """Checks across blocks; those inside one block are the `check` of its model."""
 

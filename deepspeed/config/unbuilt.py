@@ -99,9 +99,7 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("activation_checkpointing", "Use torch.utils.checkpoint in the model.", _differs_from_default),
     Unbuilt("flops_profiler.enabled", _OFF),
     Unbuilt("autotuning.enabled", _OFF),
-    Unbuilt("checkpoint.use_node_local_storage", "Save to a file system that all nodes share, and leave it out."),
     Unbuilt("checkpoint.parallel_write.pipeline_stage", _OFF),
-    Unbuilt("nebula.enabled", _OFF),
     Unbuilt(
         "tensor_parallel.autotp_size", "Use 0, or leave it out.", _above(1), status="0 and 1 work; more is not built yet"
     ),

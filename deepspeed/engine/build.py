@@ -24,8 +24,10 @@ from torch.optim import Optimizer
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.memory import see_memory_usage
+from deepspeed.checkpoint.agreement import ranks_of
 from deepspeed.checkpoint.background import Saver
 from deepspeed.checkpoint.engines import checkpoint_engine_of, plan_of
+from deepspeed.checkpoint.nodes import NodeShares, find_nodes
 from deepspeed.checkpoint.tiers import tiers_of
 from deepspeed.checkpoint.write_share import WriteShares, own_place
 from deepspeed.comm.world import get_local_rank
@@ -114,7 +116,8 @@ def build_engine(request: EngineRequest) -> DeepSpeedEngine:
     checkpoint_engine = checkpoint_engine_of(config.checkpoint, config.datastates_ckpt)
     plan = plan_of(config.checkpoint, config.datastates_ckpt, config.zero_optimization.stage)
     tiers = tiers_of(config.checkpoint, config.nebula)
-    saver = Saver(plan, mesh.rank, mesh.world_size, checkpoint_engine, tiers)
+    nodes = find_nodes(ranks_of(mesh.rank, mesh.world_size)) if config.checkpoint.use_node_local_storage else None
+    saver = Saver(plan, mesh.rank, mesh.world_size, checkpoint_engine, tiers, nodes)
     checkpoint_engine.wait_for_save = saver.wait
     parts = EngineParts(
         module=module,
@@ -129,7 +132,8 @@ def build_engine(request: EngineRequest) -> DeepSpeedEngine:
         partition=partition,
         saver=saver,
         checkpoint_engine=checkpoint_engine,
-        write_shares=_write_shares(config.checkpoint.writer, mesh),
+        write_shares=_write_shares(config.checkpoint.writer, mesh) if nodes is None else NodeShares(mesh.rank, nodes),
+        nodes=nodes,
         coordinator=coordinator,
         optimizer=trained,
         reducer=trained.reducer if trained is not None else None,

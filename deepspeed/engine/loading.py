@@ -18,7 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.checkpoint import CheckpointSource, names, open_checkpoint, resolve_tag
+from deepspeed.checkpoint.agreement import ranks_of, together
+from deepspeed.checkpoint.node_load import open_on_nodes
 from deepspeed.checkpoint.source import OptimizerState
+from deepspeed.checkpoint.tiers import choose_load_dir, load_places
 from deepspeed.common.logging import get_logger
 from deepspeed.engine.random_state import set_random_state
 from deepspeed.engine.weights import other_tensors, some_names
@@ -78,13 +81,12 @@ class LoadingMembers:
             CheckpointError: names or shapes do not fit; or the last save had failed in the background. Nothing was loaded.
         """
         self._parts.saver.wait()
-        rank, world_size = self._parts.mesh.rank, self._parts.mesh.world_size
-        universal = self._config.checkpoint.load_universal
-        found = resolve_tag(load_dir, tag, rank=rank, world_size=world_size, prefer_universal=universal)
-        if found is None:
+        opened = self._open(Path(load_dir), tag)
+        if opened is None:
             logger.warning("%s holds no file 'latest' and no tag was given: nothing was loaded.", load_dir)
             return None, None
-        source = open_checkpoint(load_dir, found, rank=rank, world_size=world_size)
+        load_dir, source = opened
+        source = source.with_members(self._parts.partition.group_names)
         if custom_load_fn is not None:
             self._load_by(custom_load_fn, self._state_dict_of(source))
         else:
@@ -93,7 +95,20 @@ class LoadingMembers:
             self._load_training(source, load_optimizer_states, load_lr_scheduler_states)
         self._forget_open_window()
         self.loaded_checkpoint_dp_world_size = source.state["dp_world_size"]
-        return str(Path(load_dir, found)), source.client_state()
+        return str(Path(load_dir, source.tag)), source.client_state()
+
+    def _open(self, load_dir: Path, tag: str | None) -> tuple[Path, CheckpointSource] | None:
+        """Find the checkpoint that is meant, on this node's disk, in the tiers, or in `load_dir`, and open it there."""
+        rank, world_size = self._parts.mesh.rank, self._parts.mesh.world_size
+        ranks, universal = ranks_of(rank, world_size), self._config.checkpoint.load_universal
+        if self._parts.nodes is not None and not universal:
+            source = open_on_nodes(load_dir, tag, ranks, self._parts.nodes)
+            return None if source is None else (load_dir, source)
+        places = load_places(self._config.nebula)
+        if places:
+            load_dir = Path(str(together(ranks, lambda: None, lambda _: str(choose_load_dir(load_dir, tag, places)))))
+        found = resolve_tag(load_dir, tag, rank=rank, world_size=world_size, prefer_universal=universal)
+        return None if found is None else (load_dir, open_checkpoint(load_dir, found, rank=rank, world_size=world_size))
 
     def _load_module(self, source: CheckpointSource, *, strict: bool) -> None:
         flats = self._parts.partition.flats
@@ -174,6 +189,10 @@ def _family(class_name: str) -> str:
 
 
 def _load_optimizer(optimizer: ZeroOptimizer, source: CheckpointSource, stored: OptimizerState) -> None:
+    keys: dict[str, list[str]] = {}
+    for tensor in source.names("optimizer/"):  # first: a layout that cannot name them says why
+        parameter, key = names.split_optimizer_tensor(tensor)
+        keys.setdefault(parameter, []).append(key)
     name = type(optimizer.optimizer).__name__
     if stored["name"] is not None and _family(stored["name"]) != _family(name):
         raise CheckpointError(
@@ -185,10 +204,6 @@ def _load_optimizer(optimizer: ZeroOptimizer, source: CheckpointSource, stored: 
             f"checkpoint {source.folder} has {len(stored['groups'])} parameter groups, the optimizer "
             f"{len(optimizer.param_groups)}. Build the optimizer with the same groups, or pass load_optimizer_states=False."
         )
-    keys: dict[str, list[str]] = {}
-    for tensor in source.names("optimizer/"):
-        parameter, key = names.split_optimizer_tensor(tensor)
-        keys.setdefault(parameter, []).append(key)
     load_state(
         optimizer.master,
         keys=lambda name: keys.get(name, []),

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from deepspeed.checkpoint.background import Saver
 from deepspeed.checkpoint.engines import CheckpointEngine
+from deepspeed.checkpoint.nodes import Nodes, NodeShares
 from deepspeed.checkpoint.write_share import WriteShares
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.batch import BatchSizes
@@ -48,8 +49,11 @@ class EngineParts:
     checkpoint_engine: CheckpointEngine
     """Says where the bytes of checkpoints go."""
 
-    write_shares: WriteShares
+    write_shares: WriteShares | NodeShares
     """How ranks that hold the same values share in writing them."""
+
+    nodes: Nodes | None
+    """Where the ranks run, if every node saves to its own disk and loads from it."""
 
     coordinator: ParameterCoordinator | None = None
     """Gathers and releases sharded parameters; None where there are none."""

@@ -233,6 +233,8 @@ BLOCKS: dict[str, dict[str, tuple[Any, list[Any]]]] = {
         "tag_validation": ("Warn", ["Ignore", "Warn", "Fail"]),
         "load_universal": (False, [True]),
         "use_node_local_storage": (False, [True]),
+        "keep_last": (None, [3]),
+        "keep_every": (None, [1000]),
         "checkpoint_serialization": (True, [False]),
         "writer": (None, [{}]),
     },

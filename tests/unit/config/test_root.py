@@ -109,7 +109,7 @@ def test_every_fault_is_reported_at_once() -> None:
         bfloat16={"enabled": True, "x": 1},
         monitor_config={"wandb": {"enabled": "perhaps"}},
         optimizer={"type": "Lamb", "params": {"lr": "auto", "betas": [1, 2]}},
-        nebula={"enabled": True},
+        progressive_layer_drop={"enabled": True},
     )
     paths = [
         "optimiser",
@@ -122,7 +122,7 @@ def test_every_fault_is_reported_at_once() -> None:
         "optimizer.params.betas",
         "bf16.enabled",
         "zero_optimization.mics_shard_size",
-        "nebula.enabled",
+        "progressive_layer_drop.enabled",
     ]
     assert text.startswith("12 faults in the configuration")
     for path in paths:
@@ -130,13 +130,21 @@ def test_every_fault_is_reported_at_once() -> None:
     assert "Check batch related parameters" in text
 
 
+def test_a_nodes_own_folder_is_not_copied_to_the_tier_that_stays() -> None:
+    checkpoint = {"use_node_local_storage": True}
+    with pytest.raises(ConfigError, match=r"checkpoint\.use_node_local_storage = true"):
+        build(checkpoint=checkpoint, nebula={"enabled": True, "persistent_storage_path": "/x"})
+    build(checkpoint=checkpoint, nebula={"enabled": True})
+    build(checkpoint=checkpoint, nebula={"enabled": False, "persistent_storage_path": "/x"})
+
+
 def test_the_class_of_the_error_follows_its_faults() -> None:
     with pytest.raises(BatchSizeError):
         build(train_batch_size=7, gradient_accumulation_steps=2, fp16={"x": 1})
     with pytest.raises(UnbuiltFeatureError):
-        build(nebula={"enabled": True})
+        build(progressive_layer_drop={"enabled": True})
     with pytest.raises(ConfigError) as error:
-        build(nebula={"enabled": True}, x=1)
+        build(progressive_layer_drop={"enabled": True}, x=1)
     assert type(error.value) is ConfigError
     assert isinstance(error.value, ValueError)
 

@@ -83,7 +83,7 @@ def test_every_entry_names_a_key_that_exists() -> None:
 
 def test_statuses_follow_the_list() -> None:
     assert status_of("fp16.enabled") == "works"
-    assert status_of("nebula.enabled") == status_of("nebula.nebula_load_path") == "not built yet"
+    assert status_of("hybrid_engine.enabled") == status_of("hybrid_engine.max_out_tokens") == "not built yet"
     assert status_of("zero_optimization.offload_optimizer.device").startswith("none works")
     assert status_of("zero_optimization.max_live_parameters") == "works"
     assert status_of("zero_optimization.round_robin_gradients").startswith("accepted, no effect")
