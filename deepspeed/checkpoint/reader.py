@@ -9,6 +9,7 @@ Does not live here: what becomes of the tensors (the engine), which folder it is
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -45,6 +46,10 @@ class CheckpointReader:
     def state(self) -> EngineState:
         """What the engine stored besides tensors."""
         return cast("EngineState", decode_client_state(self.manifest.state, self._tensor_reader(names.state_tensor)))
+
+    def with_members(self, members: Sequence[Sequence[str]]) -> CheckpointReader:
+        """Itself: entries are stored by name."""
+        return self
 
     def client_state(self) -> dict[str, Any]:
         """What the user stored, read anew at each call; tensors are on the CPU."""

@@ -11,7 +11,7 @@ find the layout of a folder (`layouts`), how to open one (`opening`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypedDict
 
@@ -87,6 +87,12 @@ class CheckpointSource(Protocol):
     @property
     def state(self) -> EngineState:
         """What the engine stored besides tensors."""
+
+    def with_members(self, members: Sequence[Sequence[str]]) -> CheckpointSource:
+        """The same checkpoint for an optimizer whose parameter groups have these parameters, in the optimizer's order.
+
+        A layout that stores the optimizer's entries by number names them so; the others give themselves.
+        """
 
     def client_state(self) -> dict[str, Any]:
         """What the user stored, anew at each call; tensors are on the CPU."""

@@ -66,6 +66,9 @@ class Partition:
     units: tuple[UnitPlan, ...] = ()
     """How the module is cut for gathering; empty where nothing is sharded."""
 
+    group_names: tuple[tuple[str, ...], ...] = ()
+    """Names of the parameters of each optimizer group, in the optimizer's own order."""
+
     @property
     def flats(self) -> tuple[FlatGroup, ...]:
         """All flat groups."""
@@ -108,6 +111,7 @@ def plan_partition(
         shard_axis,
         replica_axis,
         planner.units,
+        planner.group_names(optimizer),
     )
 
 
@@ -148,6 +152,11 @@ class _Planner:
             trained.update(id(p) for p in group["params"] if p.requires_grad)
         others = [m.param for m in self.names.values() if id(m.param) not in trained and id(m.param) in self.sharded]
         yield from self._by_kind(-1, others)
+
+    def group_names(self, optimizer: Optimizer | None) -> tuple[tuple[str, ...], ...]:
+        """Names of the trained parameters of each group, in the optimizer's order."""
+        groups = [group["params"] for group in optimizer.param_groups] if optimizer is not None else []
+        return tuple(tuple(self.names[id(p)].name for p in params if p.requires_grad) for params in groups)
 
     def _by_kind(self, index: int, params: Iterable[nn.Parameter]) -> Iterator[tuple[Kind, list[NamedParameter]]]:
         by_kind: dict[Kind, list[NamedParameter]] = {}

@@ -42,8 +42,8 @@ from deepspeed.zero.state_io import state_pieces, state_scalars
 
 if TYPE_CHECKING:
     from deepspeed.config import DeepSpeedConfig
+    from deepspeed.engine.partition import Partition
     from deepspeed.engine.parts import EngineParts
-    from deepspeed.topology.mesh import AxisGroup
     from deepspeed.zero.flat import FlatGroup
     from deepspeed.zero.optimizer import ZeroOptimizer
 
@@ -151,7 +151,7 @@ class SavingMembers:
             "frozen_parameters": [name for name, param in self.module.named_parameters() if not param.requires_grad],
             "has_frozen_parameters": not exclude_frozen,
             "buffers": [name for name, _ in persistent_buffers(self.module)],
-            "optimizer": None if optimizer is None else _optimizer_state(optimizer, self._parts.partition.shard_axis),
+            "optimizer": None if optimizer is None else _optimizer_state(optimizer, self._parts.partition),
             "loss_scaler": self._parts.loss_guard.scaler.state_dict(),
             "lr_scheduler": None if self.lr_scheduler is None else self.lr_scheduler.state_dict(),
             "data": loader.state_dict() if loader is not None else None,
@@ -176,13 +176,11 @@ def _flat_pieces(flat: FlatGroup, parts: int, part: int) -> Iterator[Piece]:
                 yield Piece.whole(name_of(member.name), flat.values.new_empty(shape))
 
 
-def _optimizer_state(optimizer: ZeroOptimizer, axis: AxisGroup) -> OptimizerState:
+def _optimizer_state(optimizer: ZeroOptimizer, partition: Partition) -> OptimizerState:
     """Collective over the shard axis: the first rank gathers the counters, of which each rank knows those of its parts."""
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    members: list[list[str]] = [[] for _ in groups]
-    for flat in optimizer.master.flats:
-        members[flat.kind.group_index] += [member.name for member in flat.members]
-    scalars = state_scalars(optimizer.master)
+    members = [list(names_of_group) for names_of_group in partition.group_names]
+    scalars, axis = state_scalars(optimizer.master), partition.shard_axis
     if axis.size > 1:
         encoded, _ = encode_client_state(scalars, "optimizer state")
         for part in ranks_of(axis.rank, axis.size, axis.group).gather(strict_json.dumps(encoded).encode()):

@@ -20,7 +20,7 @@ Does not live here: unpickling (`archive`), the grammar of file names (`files`),
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -94,6 +94,10 @@ class UniversalSource:
             optimizer=self._optimizer_state(stored) if stored else None,
             loss_scaler=loss_scaler_of(stored),
         )
+
+    def with_members(self, members: Sequence[Sequence[str]]) -> UniversalSource:
+        """Itself: entries are stored by name."""
+        return self
 
     def client_state(self) -> dict[str, Any]:
         """What the user stored, anew at each call; tensors are on the CPU."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,7 +39,7 @@ def trained_state(members: list[list[str]], **changes: Any) -> EngineState:
             "members": members,
             "scalars": {name: {"step": 3.0} for name in names},
         },
-        "loss_scaler": {"scale": 1.0},
+        "loss_scaler": {},
         "lr_scheduler": {"last_batch_iteration": 2},
         "data": None,
         **changes,
@@ -60,6 +61,9 @@ class PlainSource:
         self._client = client or {}
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "manifest.json").touch()
+
+    def with_members(self, members: Sequence[Sequence[str]]) -> CheckpointSource:
+        return self
 
     def client_state(self) -> dict[str, Any]:
         return dict(self._client)
