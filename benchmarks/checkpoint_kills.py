@@ -16,6 +16,7 @@ this process, which has loaded everything, so a round takes a fraction of a seco
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import random
@@ -126,6 +127,8 @@ def _rank_main(folder: Path, rendezvous: str, rank: int, ranks: int, trap: Trap 
     def say(*words: object) -> None:
         write(tell, (json.dumps([rank, *words]) + "\n").encode())
 
+    stacks = open(f"{rendezvous}.{rank}", "w")  # noqa: SIM115 - faulthandler needs it open for ever
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     try:
         _save_until_killed(folder, rendezvous, rank, ranks, trap, say, go)
     except BaseException as error:  # a fork of this process must not go on with what its caller has open
@@ -160,7 +163,7 @@ class World:
 
     def __init__(self, folder: Path, ranks: int, trap: Trap | None) -> None:
         self._scratch = tempfile.TemporaryDirectory(prefix="kills-")
-        rendezvous = str(Path(self._scratch.name, "rendezvous"))
+        self._rendezvous = rendezvous = str(Path(self._scratch.name, "rendezvous"))
         self._hear, tell = os.pipe()
         go, self._go = os.pipe()
         self._ranks = ranks
@@ -208,6 +211,13 @@ class World:
         self._scratch.cleanup()
         return lines
 
+    def _stacks(self) -> dict[int, str]:
+        """Where each rank that lives is."""
+        for pid in self.pids.values():
+            os.kill(pid, signal.SIGUSR1)
+        time.sleep(1)  # faulthandler answers at once, even inside a blocking call
+        return {rank: Path(f"{self._rendezvous}.{rank}").read_text() for rank in self.pids}
+
     def _lines(self) -> Iterator[list[Any]]:
         deadline = time.monotonic() + _ANSWER_SECONDS
         while True:
@@ -215,8 +225,9 @@ class World:
                 line, _, self._rest = self._rest.partition(b"\n")
                 yield json.loads(line)
             if not select.select([self._hear], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                stacks = self._stacks()
                 self.kill(list(self.pids))
-                raise TimeoutError(f"the ranks said nothing for {_ANSWER_SECONDS} s and were killed")
+                raise TimeoutError(f"the ranks said nothing for {_ANSWER_SECONDS} s and were killed; their stacks: {stacks}")
             chunk = os.read(self._hear, 1 << 16)
             if not chunk:
                 return
