@@ -68,7 +68,7 @@ def test_the_state_is_told_in_our_terms(case: str) -> None:
     assert state["ds_config"] is not None
     assert state["ds_config"]["gradient_clipping"] == 1.0
     assert state["data"] is None
-    assert dict(state["loss_scaler"]) == ({} if "fp32acc" in case else {"scale": 1.0})
+    assert state["loss_scaler"] == {}
     optimizer = state["optimizer"]
     assert optimizer is not None
     assert [group["weight_decay"] for group in optimizer["groups"]] == [0.01, 0.0][: len(optimizer["groups"])]
@@ -262,7 +262,7 @@ def test_without_zero_16_bit_masters_tell_the_names_themselves() -> None:
             assert torch.equal(whole(source, f"master/{name}").bfloat16().float(), value)
         else:
             assert torch.equal(whole(source, f"optimizer/{name}/{kind}"), value)
-    assert source.state["loss_scaler"]["scale"] == 1.0
+    assert source.state["loss_scaler"] == {}
 
 
 def test_the_stored_schedule_goes_on_in_ours() -> None:
@@ -402,7 +402,7 @@ def test_a_bomb_in_any_file_is_refused_by_name_and_does_not_run(copy: Any, case:
     for path in sorted(folder.glob("*.pt")):
         whole_content = path.read_bytes()
         torch.save({**load_archive(path, mmap=False), "more": Bomb(tmp_path / "ran")}, path)
-        with pytest.raises(CheckpointError, match=rf"{path.name} names \w+\.system"):
+        with pytest.raises(CheckpointError, match=rf"{path.name} names .*\bposix\.system"):
             open_checkpoint(tmp_path)
         path.write_bytes(whole_content)
     assert not (tmp_path / "ran").exists()
