@@ -13,9 +13,6 @@ r"""Saves that go on while training does: the life of one save on one rank.
 it first. Functions of `atexit` run after that; a save that one of them makes has no thread that anybody would wait for, so
 it is made in the foreground. A killed process leaves the checkpoint before, as with any save.
 
-One thread per save and not one for all: the watch of collectives takes a rank for busy as long as a thread that once made
-one is neither waiting nor gone.
-
 Does not live here: what a save consists of (`writer`), the copy (`snapshot`). Called by the engine.
 """
 

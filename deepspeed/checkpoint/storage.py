@@ -228,7 +228,9 @@ class Lock:
         self._fd = fd
 
     def release(self) -> None:
-        """Give the folder free."""
+        """Give the folder free, also where a process that was forked meanwhile (a loader's worker) has it open too."""
+        with contextlib.suppress(OSError):  # the file system has no locks
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
         os.close(self._fd)
 
 

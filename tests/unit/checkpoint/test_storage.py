@@ -167,3 +167,17 @@ def test_small_files_need_no_thread(tmp_path: Path) -> None:
         file.write(memoryview(b"small"))
         assert threading.active_count() == threads
         file.finish()
+
+
+def test_a_lock_is_given_free_although_a_forked_process_has_the_folder_open_too(tmp_path: Path) -> None:
+    lock = Storage().lock(tmp_path)
+    assert lock is not None
+    theirs = os.dup(lock._fd)  # what a fork does to each open file
+    try:
+        assert Storage().lock(tmp_path) is None
+        lock.release()
+        again = Storage().lock(tmp_path)
+        assert again is not None
+        again.release()
+    finally:
+        os.close(theirs)
