@@ -126,8 +126,9 @@ def shared_parameters_of(model_states: Iterable[Mapping[str, Any]]) -> dict[str,
 
 
 def loss_scaler_of(shard: Mapping[str, Any]) -> dict[str, Any]:
-    """State for `precision.loss_scaler` from an optimizer's dictionary; empty where it has no scaler.
+    """State for `precision.loss_scaler` from an optimizer's dictionary; empty where it has no scaler, or that of scale 1.
 
+    The latter is what fp32 and bf16 training keep; taken as a state it would become the scale of a later fp16 training.
     A dynamic scaler of the original counts from the iteration of its last overflow and grows first at the window's end plus
     one; ours counts the good steps themselves.
     """
@@ -136,6 +137,8 @@ def loss_scaler_of(shard: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     fields = vars(stored)
     state: dict[str, Any] = {"scale": float(fields.get("cur_scale", 1.0))}
+    if not fields.get("dynamic") and state["scale"] == 1.0:
+        return {}
     if "cur_iter" in fields:
         good_steps = max(int(fields["cur_iter"]) - int(fields.get("last_overflow_iter", -1)) - 2, 0)
         state["good_steps"] = good_steps % max(int(fields.get("scale_window", 1000)), 1)

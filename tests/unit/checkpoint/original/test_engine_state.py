@@ -48,7 +48,7 @@ def test_a_scale_goes_on_from_its_record_as_if_nothing_had_been_between(flags: l
 def test_a_fixed_scale_gives_itself_and_no_scaler_gives_nothing() -> None:
     assert loss_scaler_of({"loss_scaler": LossScaler(cur_scale=128.0, dynamic=False)}) == {"scale": 128.0}
     assert vars(scaler_record({}, None)) == {"cur_scale": 1.0, "dynamic": False}
-    assert loss_scaler_of({}) == {}
+    assert loss_scaler_of({}) == loss_scaler_of({"loss_scaler": scaler_record({}, None)}) == {}
 
 
 @pytest.mark.parametrize(
