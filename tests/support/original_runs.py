@@ -15,7 +15,7 @@ from typing import Any
 
 ORIGINAL = os.environ.get("DEEPSPEED_ORIGINAL_PYTHON", "")
 
-# Runs under either library. argv: a JSON list of cases {config, load, save, steps}; each is one engine.
+# Runs under either library. argv: a JSON list of cases {config, load, save, steps, and maybe seed}; each is one engine.
 SCRIPT = """
 import json, sys
 import torch, deepspeed
@@ -50,6 +50,8 @@ deepspeed.init_distributed("gloo")
 rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
 reports = []
 for case in json.loads(open(sys.argv[1]).read()):
+    if "seed" in case:  # else what is not in the formula below is arbitrary
+        torch.manual_seed(case["seed"])
     net = Net()
     trained = [p for p in net.parameters() if p.requires_grad]
     groups = [
