@@ -149,14 +149,17 @@ class _NodeSave(StartedSave):
         return Committed(self._final, sum(sizes) + sum(entry.nbytes for entry in files.values()))
 
     def _write_own(self) -> JsonValue:
-        if not (self.save_dir / self._working_name).is_dir():
+        try:
+            return self.write_shard()
+        except CheckpointError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
             leader = self._nodes.leader(self._nodes.node_of[self._rank])
             raise CheckpointError(
                 f"{self._where()}: {self.save_dir / self._working_name}, which rank {leader} made, is not there. All ranks "
                 "of a node must see the same save_dir; on a node without a disk of its own leave out "
                 "checkpoint.use_node_local_storage."
-            )
-        return self.write_shard()
+            ) from error
 
     def _all_files(self, shards: list[JsonValue]) -> JsonValue:
         return {names.shard_file(rank): shard for rank, shard in enumerate(shards) if shard}

@@ -289,3 +289,15 @@ def test_the_command_merges_and_the_other_commands_know_a_nodes_folder(
     assert main(["merge", *nodes, str(tmp_path / "all")]) == 0
     assert main(["verify", str(tmp_path / "all")]) == 0
     assert open_checkpoint(tmp_path / "all").manifest.node is None  # type: ignore[attr-defined]
+
+
+def test_ranks_of_one_node_that_see_different_folders_are_told_so(tmp_path: Path) -> None:
+    def body(ranks: ThreadRanks) -> object:
+        folder = tmp_path / f"rank{ranks.rank}"
+        content = _content(ranks.rank, _TWO_BY_TWO, 1.0)
+        return start_on_nodes(folder, "t", content, ranks, nodes=_TWO_BY_TWO).finish(ranks)
+
+    for error in run_threads(4, body):
+        assert isinstance(error, CheckpointError)
+        assert "which rank 2 made, is not there. All ranks of a node must see the same save_dir" in str(error)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]

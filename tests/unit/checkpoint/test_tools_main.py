@@ -195,6 +195,9 @@ def test_wrong_use_has_its_own_status_and_says_what_there_is(tmp_path: Path, run
     status, _, err = run("show", tmp_path, "--tag", "b")
     assert (status, "Tags there: 'a'" in err) == (2, True)
     assert run("ls", tmp_path / "nowhere")[0] == 2
+    with pytest.raises(SystemExit) as exit_:
+        run("look", tmp_path)
+    assert exit_.value.code == 2
     assert run("show", tmp_path / "a", "--tag", "a")[0] == 2
     (tmp_path / "latest").unlink()
     assert run("show", tmp_path)[0] == 2
