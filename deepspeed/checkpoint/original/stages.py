@@ -65,13 +65,17 @@ class StageSource:
         with _about(folder):
             whole, loss_scaler = _put_together(folder, self._files, model_ranks, members)
         self._refusal = whole.refusal
+        self._is_numbered = whole.has_optimizer and not any(rank.shards for rank in model_ranks)
         self._tensors = TensorTable(folder)
         _fill(self._tensors, whole)
         self._state = _state_of(whole, self._models, model_ranks[0], loss_scaler)
 
     def with_members(self, members: Sequence[Sequence[str]]) -> StageSource:
-        """The same checkpoint, with the names of each parameter group known; see the class."""
-        return StageSource(self.folder, self.tag, self._ranks, members)
+        """The same checkpoint with the names of each parameter group known; itself where they are not needed, or do not fit."""
+        if not self._is_numbered:
+            return self
+        named = StageSource(self.folder, self.tag, self._ranks, members)
+        return self if named._refusal is not None and self._refusal is None else named
 
     @property
     def state(self) -> EngineState:

@@ -253,6 +253,14 @@ def test_without_zero_the_caller_s_names_give_every_moment_its_place() -> None:
     assert source.state["optimizer"]["members"] == [TRAINED]
 
 
+def test_names_that_are_not_needed_or_do_not_fit_change_nothing() -> None:
+    for case in ("stage1-fp32", "stage0-bf16"):
+        source = open_case(case)
+        assert source.with_members([["other"]]) is source
+    with pytest.raises(CheckpointError, match="do not fit"):
+        open_case("stage0-fp32").with_members([["other"]]).names("optimizer/")
+
+
 def test_without_zero_16_bit_masters_tell_the_names_themselves() -> None:
     source = open_case("stage0-bf16")
     assert source.names("master/") == sorted(f"master/{name}" for name in TRAINED)
