@@ -60,4 +60,4 @@ time."""
 
 __all__ = [*_NAMES]
 
-__getattr__, __dir__ = attach(__name__, names=_NAMES)
+__getattr__, __dir__ = attach(__name__, submodules=("utils",), names=_NAMES)
