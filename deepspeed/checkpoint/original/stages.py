@@ -71,7 +71,7 @@ class StageSource:
         self._state = _state_of(whole, self._models, model_ranks[0], loss_scaler)
 
     def with_members(self, members: Sequence[Sequence[str]]) -> StageSource:
-        """The same checkpoint with the names of each parameter group known; itself where they are not needed, or do not fit."""
+        """The same checkpoint with the names of each group known; itself where they are not needed or do not fit."""
         if not self._is_numbered:
             return self
         named = StageSource(self.folder, self.tag, self._ranks, members)
