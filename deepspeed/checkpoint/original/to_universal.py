@@ -111,7 +111,10 @@ def write_universal(
     """
     output, storage = Path(output_folder).absolute(), storage or Storage()
     weights = sort_weights(source)
-    jobs = [*_model_jobs(source, weights), *_parameter_jobs(source, weights, inject_missing_state, strict)]
+    info = _universal_info(source, inject_missing_state)
+    if strict:
+        _check_patterns(info, weights.trained)
+    jobs = [*_model_jobs(source, weights), *_parameter_jobs(source, weights, info, storage)]
     with written_aside(output, storage, keep_unfinished=keep_temp_folder) as working:
         (working / UNIVERSAL_FOLDER).mkdir()
         _run(jobs, working, workers, progress)
@@ -161,24 +164,27 @@ def _save(content: Any, name: str, working: Path) -> None:
 # -- parameters -----------------------------------------------------------------------------------------------------------
 
 
-def _parameter_jobs(source: CheckpointSource, weights: Weights, inject_missing_state: bool, strict: bool) -> Iterator[_Job]:
-    info = _universal_info(source, inject_missing_state)
-    if strict:
-        _check_patterns(info, weights.trained)
+def _parameter_jobs(source: CheckpointSource, weights: Weights, info: Mapping[str, Any], storage: Storage) -> Iterator[_Job]:
     keys: dict[str, list[str]] = {}
     for tensor in source.names("optimizer/"):
         parameter, key = split_optimizer_tensor(tensor)
         keys.setdefault(parameter, []).append(key)
     for name in weights.trained:
-        yield partial(_write_trained, source, weights, name, keys.get(name, []), _joining_fields(info, name))
+        yield partial(_write_trained, source, weights, storage, name, keys.get(name, []), _joining_fields(info, name))
     for name in [*weights.frozen, *weights.buffers]:
-        yield partial(_write_static, source, weights, name)
+        yield partial(_write_static, source, weights, storage, name)
     if source.state["optimizer"] is not None:
         yield partial(_save, _optimizer_state(source), f"{UNIVERSAL_FOLDER}/{OPTIMIZER_STATE_FILE}")
 
 
 def _write_trained(
-    source: CheckpointSource, weights: Weights, name: str, keys: list[str], fields: Mapping[str, Any], working: Path
+    source: CheckpointSource,
+    weights: Weights,
+    storage: Storage,
+    name: str,
+    keys: list[str],
+    fields: Mapping[str, Any],
+    working: Path,
 ) -> None:
     folder = working / UNIVERSAL_FOLDER / name
     folder.mkdir()
@@ -187,15 +193,15 @@ def _write_trained(
         save_archive({**fields, "param": streamed(source, tensor, _full_precision(source.dtype(tensor)))}, folder / file)
     for key, value in _scalars(source, name).items():
         save_archive(torch.tensor(float(value)), folder / (STEP_FILE if key == "step" else f"{key}.pt"))
-    Storage().sync_folder(folder)
+    storage.sync_folder(folder)
 
 
-def _write_static(source: CheckpointSource, weights: Weights, name: str, working: Path) -> None:
+def _write_static(source: CheckpointSource, weights: Weights, storage: Storage, name: str, working: Path) -> None:
     folder = working / UNIVERSAL_FOLDER / name
     folder.mkdir()
     tensor = weights.tensors[name]
     save_archive({"param": streamed(source, tensor, _full_precision(source.dtype(tensor)))}, folder / MASTER_FILE)
-    Storage().sync_folder(folder)
+    storage.sync_folder(folder)
 
 
 def _full_precision(dtype: torch.dtype) -> torch.dtype:
