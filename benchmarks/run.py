@@ -24,6 +24,7 @@ if __name__ == "__main__":
 
 from benchmarks import (  # noqa: E402
     checkpoint,
+    checkpoint_export,
     import_time,
     initialize,
     memory,
@@ -38,7 +39,18 @@ from benchmarks.harness.models import bf16_slowdown  # noqa: E402
 from benchmarks.harness.ranks import Interpreters, run_case  # noqa: E402
 from benchmarks.harness.report import as_json, case_lines, machine_facts  # noqa: E402
 
-_MODULES = (import_time, initialize, train_step, zero_step, reduce_update, overhead, memory, checkpoint, step_walk)
+_MODULES = (
+    import_time,
+    initialize,
+    train_step,
+    zero_step,
+    reduce_update,
+    overhead,
+    memory,
+    checkpoint,
+    checkpoint_export,
+    step_walk,
+)
 _BF16_SLOWDOWN_LIMIT = 4.0  # hardware that multiplies bf16 is at 1 or below; emulation by torch's loops is far above
 _COMPILING_SECONDS = 1200.0
 _RUN_SECONDS = 600.0  # a bf16 step without bf16 instructions takes a minute
@@ -79,7 +91,8 @@ def _run_all(cases: Sequence[Case], pairs: int | None, interpreters: Interpreter
 def _brief(case: Case, run: Run) -> str:
     if run.measured is None:
         return f"FAILED: {run.error}"
-    return f"{case.figures[0]} {run.measured.figures[case.figures[0]]:.4g}"
+    figure = next(figure for figure in case.figures if figure in run.measured.figures)
+    return f"{figure} {run.measured.figures[figure]:.4g}"
 
 
 def _say(text: str) -> None:
