@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,8 @@ from torch import Tensor
 
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.errors import CheckpointError, CheckpointNotFoundError
-from tests.support.engines import config, make_engine, masters, train, zero
-from tests.support.models import Mlp, PartlyFrozen, TiedLm, WithEmptyParameter, build, make_batches
+from tests.support.engines import config, make_engine, masters, model_weights, moments, train, zero
+from tests.support.models import Branching, Mlp, PartlyFrozen, TiedLm, WithEmptyParameter, build, make_batches
 from tests.support.ranks import run_ranks
 from tests.support.reference import FP64_ROUNDING, relative_difference
 
@@ -155,52 +157,139 @@ def test_precision_may_change_both_ways(tmp_path: Path) -> None:
     run_ranks(_precision_change, 2, str(tmp_path))
 
 
+STAGES = (0, 1, 2, 3)
+
+
 def _partial_loads(rank: int, world_size: int, folder: str) -> None:
-    saved = engine_for(Mlp, "fp64", "adam", world_size)
-    train(saved, batches(saved, world_size)[:2], rank)
-    saved.save_checkpoint(folder)
+    for stage in STAGES:
+        where = f"{folder}/{stage}"
+        saved = engine_for(Mlp, "fp64", "adam", world_size, stage=stage)
+        train(saved, batches(saved, world_size)[:2], rank)
+        saved.save_checkpoint(where)
+        whole = masters(saved)
 
-    only_module = engine_for(Mlp, "fp64", "adam", world_size, seed=1)
-    only_module.load_checkpoint(folder, load_module_only=True)
-    assert relative_difference(masters(only_module), masters(saved)) == 0.0
-    assert only_module.global_steps == 0
-    assert not only_module.optimizer.state  # type: ignore[union-attr]
+        only_module = engine_for(Mlp, "fp64", "adam", world_size, seed=1, stage=stage)
+        rate, drawn = only_module.get_lr(), torch.get_rng_state()
+        only_module.load_checkpoint(where, load_module_only=True)
+        assert relative_difference(masters(only_module), whole) == 0.0, stage
+        assert (only_module.global_steps, only_module.get_lr()) == (0, rate), stage
+        assert torch.equal(torch.get_rng_state(), drawn), stage
+        assert not moments(only_module), stage
 
-    no_moments = engine_for(Mlp, "fp64", "adam", world_size, seed=1)
-    no_moments.load_checkpoint(folder, load_optimizer_states=False, load_lr_scheduler_states=False)
-    assert no_moments.global_steps == 2
-    assert not no_moments.optimizer.state  # type: ignore[union-attr]
-    assert no_moments.get_lr() != saved.get_lr()
+        no_moments = engine_for(Mlp, "fp64", "adam", world_size, seed=1, stage=stage)
+        no_moments.load_checkpoint(where, load_optimizer_states=False)
+        assert (no_moments.global_steps, no_moments.get_lr()) == (2, saved.get_lr()), stage
+        assert relative_difference(masters(no_moments), whole) == 0.0, stage
+        assert not moments(no_moments), stage
 
-    other = engine_for(TiedLm, "fp64", "adam", world_size)
-    before = masters(other)
-    with pytest.raises(CheckpointError, match=r"(?s)embedding\.weight.*load_module_strict=False"):
-        other.load_checkpoint(folder)
-    assert relative_difference(masters(other), before) == 0.0
-
-    with pytest.raises(CheckpointNotFoundError, match="global_step2"):
-        saved.load_checkpoint(folder, tag="no such")
-    assert saved.load_checkpoint(folder + "/nowhere") == (None, None)
-
-    given: dict[str, Any] = {}
-    saved.load_checkpoint(folder, custom_load_fn=lambda src, dst: given.update(src=src, dst=dst))
-    assert set(given["src"]) == set(saved.module.state_dict())
-    assert given["dst"] is saved.module
+        no_schedule = engine_for(Mlp, "fp64", "adam", world_size, seed=1, stage=stage)
+        no_schedule.load_checkpoint(where, load_lr_scheduler_states=False)
+        assert no_schedule.lr_scheduler.state_dict() != saved.lr_scheduler.state_dict(), stage
+        wanted = moments(saved)
+        for name, state in moments(no_schedule).items():
+            assert relative_difference(state, wanted[name]) == 0.0, (stage, name)
+        assert moments(no_schedule).keys() == wanted.keys(), stage
+        for engine in (saved, only_module, no_moments, no_schedule):
+            engine.destroy()
 
 
-def test_parts_can_be_left_out_and_misfits_are_named(tmp_path: Path) -> None:
-    run_ranks(_partial_loads, 2, str(tmp_path))
+def test_parts_can_be_left_out(tmp_path: Path) -> None:
+    run_ranks(_partial_loads, 2, str(tmp_path), timeout_seconds=120)
+
+
+def _misfits(rank: int, world_size: int, folder: str) -> None:
+    for stage in STAGES:
+        where = f"{folder}/{stage}"
+        saved = engine_for(Mlp, "fp64", "adam", world_size, stage=stage)
+        saved.save_checkpoint(where)
+        whole = masters(saved)
+
+        other = engine_for(TiedLm, "fp64", "adam", world_size, stage=stage)
+        before = masters(other)
+        with pytest.raises(CheckpointError, match=r"(?s)embedding\.weight.*load_module_strict=False"):
+            other.load_checkpoint(where)
+        assert relative_difference(masters(other), before) == 0.0, stage
+
+        more = engine_for(Branching, "fp64", "adam", world_size, seed=4, stage=stage)
+        before = masters(more)
+        with pytest.raises(CheckpointError, match=r"lacks 'branch\.bias', 'branch\.weight'"):
+            more.load_checkpoint(where)
+        more.load_checkpoint(where, load_module_strict=False, load_module_only=True)
+        after = masters(more)
+        assert relative_difference({name: after[name] for name in whole}, whole) == 0.0, stage
+        branch = {name: value for name, value in after.items() if name not in whole}
+        assert relative_difference(branch, {name: before[name] for name in branch}) == 0.0, stage
+
+        with pytest.raises(CheckpointNotFoundError, match="global_step0"):
+            saved.load_checkpoint(where, tag="no such")
+        assert saved.load_checkpoint(where + "/nowhere") == (None, None)
+
+        target = engine_for(Mlp, "fp64", "adam", world_size, seed=6, stage=stage)
+        given: list[Any] = []
+
+        def copy_first(src: dict[str, Tensor], dst: Any) -> None:
+            given.append((set(src), dst))  # noqa: B023 - called before the loop goes on
+            dst.load_state_dict({name: value for name, value in src.items() if name.startswith("first")}, strict=False)
+
+        before = masters(target)
+        target.load_checkpoint(where, custom_load_fn=copy_first)
+        assert given == [(set(saved.module.state_dict()), target.module)], stage
+        wanted = {name: (whole if name.startswith("first") else before)[name] for name in whole}
+        assert relative_difference(masters(target), wanted) == 0.0, stage
+        assert relative_difference(model_weights(target), wanted) == 0.0, stage
+        for engine in (saved, other, more, target):
+            engine.destroy()
+
+
+def test_misfits_are_named_and_load_in_part_or_by_the_callers_function(tmp_path: Path) -> None:
+    run_ranks(_misfits, 2, str(tmp_path), timeout_seconds=120)
 
 
 def _frozen_left_out(rank: int, world_size: int, folder: str) -> None:
-    saved = engine_for(PartlyFrozen, "fp64", "adam", world_size)
-    saved.save_checkpoint(folder, exclude_frozen_parameters=True)
-    loaded = engine_for(PartlyFrozen, "fp64", "adam", world_size, seed=8)
-    frozen = {n: p.detach().clone() for n, p in loaded.module.first.named_parameters()}
-    loaded.load_checkpoint(folder)
-    assert relative_difference(masters(loaded), masters(saved)) == 0.0
-    assert relative_difference({n: p.detach() for n, p in loaded.module.first.named_parameters()}, frozen) == 0.0
+    for stage in STAGES:
+        saved = engine_for(PartlyFrozen, "fp64", "adam", world_size, stage=stage)
+        saved.save_checkpoint(f"{folder}/{stage}", exclude_frozen_parameters=True)
+        loaded = engine_for(PartlyFrozen, "fp64", "adam", world_size, seed=8, stage=stage)
+        before, trained = model_weights(loaded), masters(saved)
+        loaded.load_checkpoint(f"{folder}/{stage}")
+        assert relative_difference(model_weights(loaded), {**before, **trained}) == 0.0, stage
+        assert before.keys() - trained.keys() == {"first.weight", "first.bias"}
+        for engine in (saved, loaded):
+            engine.destroy()
 
 
 def test_frozen_parameters_may_be_left_out_of_a_checkpoint(tmp_path: Path) -> None:
-    run_ranks(_frozen_left_out, 2, str(tmp_path))
+    run_ranks(_frozen_left_out, 2, str(tmp_path), timeout_seconds=120)
+
+
+def _different_tags(rank: int, world_size: int, folder: str) -> None:
+    """Every rank has a tag of its own."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("DeepSpeed").addHandler(handler)
+    for stage, mode in itertools.product(STAGES, ("Ignore", "Warn", "Fail")):
+        where = Path(folder, f"{stage}{mode}")
+        model = build(Mlp, dtype=torch.float64)
+        blocks = zero(stage, **SMALL)
+        engine = make_engine(
+            model,
+            settings("fp64", world_size, checkpoint={"tag_validation": mode}, **blocks),
+            optimizer=OPTIMIZERS["adam"](model.parameters()),
+        )
+        said.clear()
+        if mode == "Fail":
+            with pytest.raises(CheckpointError, match="'step0' on rank 0; 'step1' on rank 1"):
+                engine.save_checkpoint(str(where), tag=f"step{rank}")
+            assert not where.exists()
+        else:
+            engine.save_checkpoint(str(where), tag=f"step{rank}", save_latest=False)
+            assert bool([text for text in said if "different tags" in text]) == (mode == "Warn" and rank == 0)
+            assert engine.load_checkpoint(str(where)) == (None, None)  # there is no `latest`
+            assert any("no file 'latest'" in text for text in said) or rank
+            assert engine.load_checkpoint(str(where), tag="step0")[0] == str(where / "step0")
+        engine.destroy()
+
+
+def test_ranks_that_save_under_different_tags_are_treated_as_the_config_says(tmp_path: Path) -> None:
+    run_ranks(_different_tags, 2, str(tmp_path), timeout_seconds=120)
