@@ -102,6 +102,13 @@ class LossScaler:
     def __init__(self, scale: float = 1) -> None:
         self._scale = _positive("scale", scale)
 
+    def __setstate__(self, fields: dict[str, Any]) -> None:
+        """Accept its own attributes, or those of the original, whose files name this class."""
+        if "cur_scale" in fields:
+            self._scale = float(fields["cur_scale"])
+        else:
+            self.__dict__.update(fields)
+
     @property
     def scale(self) -> float:
         """What the loss is multiplied by."""
@@ -188,6 +195,15 @@ class DynamicLossScaler(LossScaler):
         self.dtype = dtype
         self.state = ScaleState(_positive("init_scale", init_scale), self.rules.hysteresis, good_steps=0)
 
+    def __setstate__(self, fields: dict[str, Any]) -> None:
+        """Accept its own attributes, or those of the original, whose files name this class."""
+        if "cur_scale" not in fields:
+            self.__dict__.update(fields)
+            return
+        rules = ("scale_window", "min_scale", "delayed_shift", "consecutive_hysteresis", "raise_error_at_min_scale", "dtype")
+        DynamicLossScaler.__init__(self, **{name: fields[name] for name in rules if name in fields})
+        self.load_state_dict(state_from_published(fields))
+
     @property
     def scale(self) -> float:
         """What the loss is multiplied by."""
@@ -214,6 +230,21 @@ class DynamicLossScaler(LossScaler):
             hysteresis_left=int(state_dict.get("hysteresis_left", self.rules.hysteresis)),
             good_steps=int(state_dict.get("good_steps", 0)),
         )
+
+
+def state_from_published(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A scaler's state from the attributes that the original stores of its scaler.
+
+    It counts from the iteration of its last overflow and grows first at the window's end plus one; `DynamicLossScaler`
+    counts the good steps themselves.
+    """
+    state: dict[str, Any] = {"scale": float(fields.get("cur_scale", 1.0))}
+    if "cur_iter" in fields:
+        good_steps = max(int(fields["cur_iter"]) - int(fields.get("last_overflow_iter", -1)) - 2, 0)
+        state["good_steps"] = good_steps % max(int(fields.get("scale_window", 1000)), 1)
+    if "cur_hysteresis" in fields:
+        state["hysteresis_left"] = int(fields["cur_hysteresis"])
+    return state
 
 
 def CreateLossScaler(

@@ -1,7 +1,8 @@
-"""Door to `deepspeed.zero.access`."""
+"""Door to `deepspeed.zero.access`, and to the record that the original's files name by this path."""
 
 from __future__ import annotations
 
+from deepspeed.checkpoint.original.stand_ins import FragmentAddress
 from deepspeed.zero.access import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -18,7 +19,10 @@ from deepspeed.zero.access import (
     safe_update_full_grad_vectorized,
 )
 
+fragment_address = FragmentAddress
+
 __all__ = [
+    "fragment_address",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",

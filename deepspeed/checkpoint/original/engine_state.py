@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from deepspeed.checkpoint.source import EngineState, OptimizerState
+from deepspeed.precision.loss_scaler import state_from_published
 
 __all__ = [
     "ENGINE_KEYS",
@@ -129,22 +130,14 @@ def loss_scaler_of(shard: Mapping[str, Any]) -> dict[str, Any]:
     """State for `precision.loss_scaler` from an optimizer's dictionary; empty where it has no scaler, or that of scale 1.
 
     The latter is what fp32 and bf16 training keep; taken as a state it would become the scale of a later fp16 training.
-    A dynamic scaler of the original counts from the iteration of its last overflow and grows first at the window's end plus
-    one; ours counts the good steps themselves.
     """
     stored = shard.get("loss_scaler")
     if stored is None:
         return {}
     fields = vars(stored)
-    state: dict[str, Any] = {"scale": float(fields.get("cur_scale", 1.0))}
-    if not fields.get("dynamic") and state["scale"] == 1.0:
+    if not fields.get("dynamic") and float(fields.get("cur_scale", 1.0)) == 1.0:
         return {}
-    if "cur_iter" in fields:
-        good_steps = max(int(fields["cur_iter"]) - int(fields.get("last_overflow_iter", -1)) - 2, 0)
-        state["good_steps"] = good_steps % max(int(fields.get("scale_window", 1000)), 1)
-    if "cur_hysteresis" in fields:
-        state["hysteresis_left"] = int(fields["cur_hysteresis"])
-    return state
+    return state_from_published(fields)
 
 
 def plain_groups(param_groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
