@@ -41,7 +41,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.checkpoint import Piece, list_tags, open_checkpoint, write_checkpoint
-from deepspeed.checkpoint.storage import Storage
+from deepspeed.checkpoint.disk.storage import Storage
 
 _NUMEL = 100_000
 _ANSWER_SECONDS = 60.0
@@ -168,6 +168,7 @@ class World:
         go, self._go = os.pipe()
         self._ranks = ranks
         self._rest = b""
+        self._said: list[list[Any]] = []
         self.pids: dict[int, int] = {}
         for rank in range(ranks):
             pid = os.fork()
@@ -202,14 +203,15 @@ class World:
             os.kill(self.pids[rank], signal.SIGKILL)
 
     def end(self) -> list[list[Any]]:
-        """Wait until every rank is gone (the peers of a killed one notice); return what they had said."""
-        lines = list(self._lines())
+        """Wait until every rank is gone (the peers of a killed one notice); return all that they had said."""
+        for _ in self._lines():
+            pass
         for pid in self.pids.values():
             os.waitpid(pid, 0)
         os.close(self._hear)
         os.close(self._go)
         self._scratch.cleanup()
-        return lines
+        return self._said
 
     def _stacks(self) -> dict[int, str]:
         """Where each rank that lives is."""
@@ -222,7 +224,8 @@ class World:
         while True:
             while b"\n" in self._rest:
                 line, _, self._rest = self._rest.partition(b"\n")
-                yield json.loads(line)
+                self._said.append(json.loads(line))
+                yield self._said[-1]
             if not select.select([self._hear], [], [], _ANSWER_SECONDS)[0]:
                 stacks = self._stacks()
                 self.kill(list(self.pids))
