@@ -161,7 +161,7 @@ def _held(checkpoints: _Checkpoints, folder: Path) -> dict[str, float]:
 
 def _hash_share(file: Path) -> float:
     """Processor seconds in the hash over seconds of writing a file of 256 MB per rank to the disk, fsync included."""
-    from deepspeed.checkpoint.storage import Storage
+    from deepspeed.checkpoint.disk.storage import Storage
 
     storage, data = Storage(), torch.ones(64 << 20).view(torch.uint8).numpy().data
     with storage.create(file.with_name(f"{file.name}-{rank()}")) as written:

@@ -24,36 +24,36 @@ from typing import TYPE_CHECKING
 from deepspeed.common.lazy import attach
 
 if TYPE_CHECKING:  # what type checkers see; a test holds it equal to _NAMES
-    from deepspeed.checkpoint.client_state import UnstorableStateError as UnstorableStateError
-    from deepspeed.checkpoint.client_state import decode_client_state as decode_client_state
-    from deepspeed.checkpoint.client_state import encode_client_state as encode_client_state
-    from deepspeed.checkpoint.manifest import Manifest as Manifest
+    from deepspeed.checkpoint.disk.client_state import UnstorableStateError as UnstorableStateError
+    from deepspeed.checkpoint.disk.client_state import decode_client_state as decode_client_state
+    from deepspeed.checkpoint.disk.client_state import encode_client_state as encode_client_state
+    from deepspeed.checkpoint.disk.manifest import Manifest as Manifest
+    from deepspeed.checkpoint.disk.tags import list_tags as list_tags
     from deepspeed.checkpoint.moments import read_optimizer_state as read_optimizer_state
     from deepspeed.checkpoint.opening import open_checkpoint as open_checkpoint
     from deepspeed.checkpoint.reader import CheckpointReader as CheckpointReader
+    from deepspeed.checkpoint.save.writer import Piece as Piece
+    from deepspeed.checkpoint.save.writer import write_checkpoint as write_checkpoint
     from deepspeed.checkpoint.source import CheckpointSource as CheckpointSource
     from deepspeed.checkpoint.source import EngineState as EngineState
     from deepspeed.checkpoint.tag_agreement import check_tags as check_tags
     from deepspeed.checkpoint.tag_agreement import resolve_tag as resolve_tag
-    from deepspeed.checkpoint.tags import list_tags as list_tags
-    from deepspeed.checkpoint.writer import Piece as Piece
-    from deepspeed.checkpoint.writer import write_checkpoint as write_checkpoint
 
 _NAMES = {
     "CheckpointReader": "deepspeed.checkpoint.reader:CheckpointReader",
     "CheckpointSource": "deepspeed.checkpoint.source:CheckpointSource",
     "EngineState": "deepspeed.checkpoint.source:EngineState",
-    "Manifest": "deepspeed.checkpoint.manifest:Manifest",
-    "Piece": "deepspeed.checkpoint.writer:Piece",
-    "UnstorableStateError": "deepspeed.checkpoint.client_state:UnstorableStateError",
+    "Manifest": "deepspeed.checkpoint.disk.manifest:Manifest",
+    "Piece": "deepspeed.checkpoint.save.writer:Piece",
+    "UnstorableStateError": "deepspeed.checkpoint.disk.client_state:UnstorableStateError",
     "check_tags": "deepspeed.checkpoint.tag_agreement:check_tags",
-    "decode_client_state": "deepspeed.checkpoint.client_state:decode_client_state",
-    "encode_client_state": "deepspeed.checkpoint.client_state:encode_client_state",
-    "list_tags": "deepspeed.checkpoint.tags:list_tags",
+    "decode_client_state": "deepspeed.checkpoint.disk.client_state:decode_client_state",
+    "encode_client_state": "deepspeed.checkpoint.disk.client_state:encode_client_state",
+    "list_tags": "deepspeed.checkpoint.disk.tags:list_tags",
     "open_checkpoint": "deepspeed.checkpoint.opening:open_checkpoint",
     "read_optimizer_state": "deepspeed.checkpoint.moments:read_optimizer_state",
     "resolve_tag": "deepspeed.checkpoint.tag_agreement:resolve_tag",
-    "write_checkpoint": "deepspeed.checkpoint.writer:write_checkpoint",
+    "write_checkpoint": "deepspeed.checkpoint.save.writer:write_checkpoint",
 }
 """Loaded when first used: the commands that export weights read this room without torch, whose import would be most of their
 time."""

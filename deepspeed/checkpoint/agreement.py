@@ -17,7 +17,7 @@ from torch import Tensor
 
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
-from deepspeed.checkpoint import strict_json
+from deepspeed.checkpoint.disk import strict_json
 from deepspeed.comm.aside import AsideGroup
 from deepspeed.errors import ArgumentError, CheckpointDamagedError, CheckpointError, CheckpointNotFoundError, DeepSpeedError
 

@@ -17,10 +17,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from deepspeed.checkpoint.agreement import Alone
-from deepspeed.checkpoint.layouts import layout_of
+from deepspeed.checkpoint.disk.layouts import layout_of
+from deepspeed.checkpoint.disk.tags import describe_tags, list_tags
 from deepspeed.checkpoint.opening import open_folder
-from deepspeed.checkpoint.original.to_universal import write_universal
-from deepspeed.checkpoint.tags import describe_tags, list_tags
+from deepspeed.checkpoint.original.writing.to_universal import write_universal
 from deepspeed.errors import ArgumentError, CheckpointNotFoundError, DeepSpeedError
 
 __all__ = ["main"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from deepspeed.checkpoint import names
+from deepspeed.checkpoint.disk import names
 from deepspeed.checkpoint.opening import open_checkpoint
 
 __all__ = ["read_optimizer_state"]

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from deepspeed.checkpoint.agreement import Ranks, ranks_of, together
-from deepspeed.checkpoint.layouts import Layout, layout_of
-from deepspeed.checkpoint.names import LATEST_FILE
-from deepspeed.checkpoint.original.stages import StageSource
-from deepspeed.checkpoint.original.universal import UniversalSource
+from deepspeed.checkpoint.disk.layouts import Layout, layout_of
+from deepspeed.checkpoint.disk.names import LATEST_FILE
+from deepspeed.checkpoint.disk.tags import describe_tags, find_tag, read_latest
+from deepspeed.checkpoint.original.reading.stages import StageSource
+from deepspeed.checkpoint.original.reading.universal import UniversalSource
 from deepspeed.checkpoint.reader import CheckpointReader
 from deepspeed.checkpoint.source import CheckpointSource
-from deepspeed.checkpoint.tags import describe_tags, find_tag, read_latest
 from deepspeed.errors import CheckpointNotFoundError
 
 __all__ = ["open_checkpoint", "open_folder"]

@@ -17,12 +17,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from deepspeed.checkpoint import names, strict_json
 from deepspeed.checkpoint.agreement import Ranks
-from deepspeed.checkpoint.client_state import decode_client_state
-from deepspeed.checkpoint.container import Header, dtype_of, read_header, read_range
-from deepspeed.checkpoint.file_check import check_files, share_files
-from deepspeed.checkpoint.manifest import Manifest, Part, TensorEntry, parts_of
+from deepspeed.checkpoint.disk import names, strict_json
+from deepspeed.checkpoint.disk.client_state import decode_client_state
+from deepspeed.checkpoint.disk.container import Header, dtype_of, read_header, read_range
+from deepspeed.checkpoint.disk.file_check import check_files, share_files
+from deepspeed.checkpoint.disk.manifest import Manifest, Part, TensorEntry, parts_of
 from deepspeed.checkpoint.source import EngineState
 from deepspeed.errors import ArgumentError, CheckpointDamagedError
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from deepspeed.checkpoint.agreement import ranks_of, together
-from deepspeed.checkpoint.tags import find_tag, read_latest
+from deepspeed.checkpoint.disk.tags import find_tag, read_latest
 from deepspeed.common.logging import get_logger
 from deepspeed.errors import CheckpointError
 

@@ -25,11 +25,11 @@ from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.memory import see_memory_usage
 from deepspeed.checkpoint.agreement import ranks_of
-from deepspeed.checkpoint.background import Saver
-from deepspeed.checkpoint.engines import checkpoint_engine_of, plan_of
-from deepspeed.checkpoint.nodes import NodeShares, find_nodes
-from deepspeed.checkpoint.tiers import tiers_of
-from deepspeed.checkpoint.write_share import WriteShares, own_place
+from deepspeed.checkpoint.save.background import Saver
+from deepspeed.checkpoint.save.engines import checkpoint_engine_of, plan_of
+from deepspeed.checkpoint.save.nodes import NodeShares, find_nodes
+from deepspeed.checkpoint.save.tiers import tiers_of
+from deepspeed.checkpoint.save.write_share import WriteShares, own_place
 from deepspeed.comm.world import get_local_rank
 from deepspeed.common.logging import get_logger
 from deepspeed.config import DeepSpeedConfig

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed.checkpoint import CheckpointSource, names, open_checkpoint, resolve_tag
+from deepspeed.checkpoint import CheckpointSource, open_checkpoint, resolve_tag
 from deepspeed.checkpoint.agreement import ranks_of, together
-from deepspeed.checkpoint.node_load import open_on_nodes
+from deepspeed.checkpoint.disk import names
+from deepspeed.checkpoint.save.node_load import open_on_nodes
+from deepspeed.checkpoint.save.tiers import choose_load_dir, load_places
 from deepspeed.checkpoint.source import OptimizerState
-from deepspeed.checkpoint.tiers import choose_load_dir, load_places
 from deepspeed.common.logging import get_logger
 from deepspeed.engine.random_state import set_random_state
 from deepspeed.engine.weights import other_tensors, some_names

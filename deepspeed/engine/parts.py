@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from deepspeed.checkpoint.background import Saver
-from deepspeed.checkpoint.engines import CheckpointEngine
-from deepspeed.checkpoint.nodes import Nodes, NodeShares
-from deepspeed.checkpoint.write_share import WriteShares
+from deepspeed.checkpoint.save.background import Saver
+from deepspeed.checkpoint.save.engines import CheckpointEngine
+from deepspeed.checkpoint.save.nodes import Nodes, NodeShares
+from deepspeed.checkpoint.save.write_share import WriteShares
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.batch import BatchSizes
 from deepspeed.engine.accumulation import Accumulation

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 from torch import Tensor
 
 from deepspeed import comm
-from deepspeed.checkpoint.container import Entry, write_container
+from deepspeed.checkpoint.disk.container import Entry, write_container
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.zero.access import safe_get_full_fp32_param
 

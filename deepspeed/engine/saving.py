@@ -20,19 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from deepspeed.checkpoint import (
-    EngineState,
-    Piece,
-    check_tags,
-    decode_client_state,
-    encode_client_state,
-    names,
-    strict_json,
-)
+from deepspeed.checkpoint import EngineState, Piece, check_tags, decode_client_state, encode_client_state
 from deepspeed.checkpoint.agreement import ranks_of
-from deepspeed.checkpoint.engines import CheckpointEngine
+from deepspeed.checkpoint.disk import names, strict_json
+from deepspeed.checkpoint.save.engines import CheckpointEngine
+from deepspeed.checkpoint.save.writer import Content
 from deepspeed.checkpoint.source import OptimizerState
-from deepspeed.checkpoint.writer import Content
 from deepspeed.config.secrets import without_secrets
 from deepspeed.engine.random_state import get_random_state
 from deepspeed.engine.weights import other_tensors, persistent_buffers, shared_names

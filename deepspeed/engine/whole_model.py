@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from deepspeed.checkpoint.agreement import ranks_of, together
-from deepspeed.checkpoint.model_file import write_model_file
+from deepspeed.checkpoint.export.model_file import write_model_file
 from deepspeed.engine.weights import some_names
 from deepspeed.engine.whole_weights import WholeWeights
 from deepspeed.errors import ArgumentError, CheckpointError

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from deepspeed.checkpoint.model_file import ModelEntry
+from deepspeed.checkpoint.export.model_file import ModelEntry
 
 if TYPE_CHECKING:
     from deepspeed.zero.flat import FlatGroup

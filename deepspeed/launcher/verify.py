@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from deepspeed.checkpoint.container import Header, read_header, read_range
+from deepspeed.checkpoint.disk.container import Header, read_header, read_range
 from deepspeed.errors import LaunchError
 from deepspeed.launcher.arguments import parse_verify_args
 from deepspeed.launcher.verification import VARIABLE, Verification

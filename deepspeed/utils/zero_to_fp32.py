@@ -10,12 +10,12 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from deepspeed.checkpoint.consolidate import zero_to_fp32 as main
+from deepspeed.checkpoint.export.consolidate import zero_to_fp32 as main
 from deepspeed.common.lazy import attach
 
 if TYPE_CHECKING:
-    from deepspeed.checkpoint.client_files import get_model_state_file, get_optim_files
-    from deepspeed.checkpoint.full_state import (
+    from deepspeed.checkpoint.export.client_files import get_model_state_file, get_optim_files
+    from deepspeed.checkpoint.export.full_state import (
         convert_zero_checkpoint_to_fp32_state_dict,
         convert_zero_checkpoint_to_state_dict,
         get_fp32_state_dict_from_zero_checkpoint,
@@ -42,8 +42,8 @@ _CLIENT_FILES = ("get_model_state_file", "get_optim_files")
 
 __getattr__, __dir__ = attach(
     __name__,
-    names={name: f"deepspeed.checkpoint.full_state:{name}" for name in _FULL_STATE}
-    | {name: f"deepspeed.checkpoint.client_files:{name}" for name in _CLIENT_FILES},
+    names={name: f"deepspeed.checkpoint.export.full_state:{name}" for name in _FULL_STATE}
+    | {name: f"deepspeed.checkpoint.export.client_files:{name}" for name in _CLIENT_FILES},
 )
 
 if __name__ == "__main__":

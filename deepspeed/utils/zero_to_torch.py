@@ -10,11 +10,11 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from deepspeed.checkpoint.consolidate import zero_to_torch as main
+from deepspeed.checkpoint.export.consolidate import zero_to_torch as main
 from deepspeed.common.lazy import attach
 
 if TYPE_CHECKING:
-    from deepspeed.checkpoint.full_state import convert_zero_checkpoint_to_state_dict
+    from deepspeed.checkpoint.export.full_state import convert_zero_checkpoint_to_state_dict
 
 __all__ = [
     "convert_zero_checkpoint_to_state_dict",
@@ -24,7 +24,9 @@ __all__ = [
 __getattr__, __dir__ = attach(
     __name__,
     names={
-        "convert_zero_checkpoint_to_state_dict": "deepspeed.checkpoint.full_state:convert_zero_checkpoint_to_state_dict",
+        "convert_zero_checkpoint_to_state_dict": (
+            "deepspeed.checkpoint.export.full_state:convert_zero_checkpoint_to_state_dict"
+        ),
     },
 )
 

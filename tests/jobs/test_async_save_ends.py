@@ -16,8 +16,8 @@ import atexit, os, sys, threading
 import torch
 import deepspeed
 from deepspeed import comm
-from deepspeed.checkpoint.engines import CheckpointEngine
-from deepspeed.checkpoint.storage import Storage
+from deepspeed.checkpoint.save.engines import CheckpointEngine
+from deepspeed.checkpoint.disk.storage import Storage
 
 class AfterTheScript(Storage):
     def create(self, path):

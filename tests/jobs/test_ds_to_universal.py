@@ -13,7 +13,7 @@ import torch
 
 from deepspeed.checkpoint import open_checkpoint
 from deepspeed.checkpoint.ds_to_universal import main
-from deepspeed.checkpoint.original.universal import UniversalSource
+from deepspeed.checkpoint.original.reading.universal import UniversalSource
 from tests.support.original_net import FIXTURES, full_weights
 from tests.support.original_runs import ORIGINAL, run_engines, two_groups
 
@@ -78,7 +78,7 @@ def test_a_damaged_input_is_refused_before_anything_is_written(tmp_path: Path, c
 KILLED = """
 import os, signal, sys
 from deepspeed.checkpoint.ds_to_universal import main
-from deepspeed.checkpoint.original import to_universal
+from deepspeed.checkpoint.original.writing import to_universal
 
 def dies_at(number, function):
     calls = [0]

@@ -15,9 +15,9 @@ import pytest
 from torch import Tensor
 
 from deepspeed.checkpoint import open_checkpoint
-from deepspeed.checkpoint.names import master_tensor, module_tensor
-from deepspeed.checkpoint.original.stages import StageSource
-from deepspeed.checkpoint.original.to_stages import Precision, ZeroStage, write_stages
+from deepspeed.checkpoint.disk.names import master_tensor, module_tensor
+from deepspeed.checkpoint.original.reading.stages import StageSource
+from deepspeed.checkpoint.original.writing.to_stages import Precision, ZeroStage, write_stages
 from tests.support.original_runs import ORIGINAL, run_engines, two_groups
 
 pytestmark = pytest.mark.skipif(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.checkpoint.container import read_header
+from deepspeed.checkpoint.disk.container import read_header
 from tests.support.launching import run_job
 
 # `--fault` says what is wrong with the script; "lr" makes what depends on the ZeRO stage wrong.

@@ -13,8 +13,8 @@ import torch
 
 from deepspeed import comm
 from deepspeed.checkpoint import Manifest, encode_client_state, open_checkpoint
-from deepspeed.checkpoint.engines import CheckpointEngine
-from deepspeed.checkpoint.storage import HashedFile, Storage
+from deepspeed.checkpoint.disk.storage import HashedFile, Storage
+from deepspeed.checkpoint.save.engines import CheckpointEngine
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.errors import CheckpointError, CommError
 from tests.support.engines import config, make_engine, train, zero

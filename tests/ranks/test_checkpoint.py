@@ -10,7 +10,7 @@ import torch
 
 from deepspeed import comm
 from deepspeed.checkpoint import Piece, check_tags, open_checkpoint, resolve_tag, write_checkpoint
-from deepspeed.checkpoint.storage import HashedFile, Storage
+from deepspeed.checkpoint.disk.storage import HashedFile, Storage
 from deepspeed.errors import CheckpointDamagedError, CheckpointError
 from tests.support.ranks import RanksFailed, run_ranks
 from tests.unit.checkpoint.faulty_storage import FullDisk

@@ -20,7 +20,7 @@ import torch
 
 from deepspeed import comm
 from deepspeed.checkpoint import Manifest, Piece, list_tags, open_checkpoint, write_checkpoint
-from deepspeed.checkpoint.storage import Storage
+from deepspeed.checkpoint.disk.storage import Storage
 from deepspeed.errors import CheckpointError, DeepSpeedError
 from tests.support.ranks import run_ranks
 from tests.support.sweeps import IS_SWEEP

@@ -11,7 +11,7 @@ import torch
 
 from deepspeed import comm
 from deepspeed.checkpoint import list_tags, open_checkpoint
-from deepspeed.checkpoint.node_merge import merge_nodes
+from deepspeed.checkpoint.save.node_merge import merge_nodes
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.errors import CheckpointError
 from tests.support.engines import config, make_engine, train, zero

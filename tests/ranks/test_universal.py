@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deepspeed.checkpoint.agreement import Alone
 from deepspeed.checkpoint.opening import open_folder
-from deepspeed.checkpoint.original.to_universal import write_universal
+from deepspeed.checkpoint.original.writing.to_universal import write_universal
 from tests.support.engines import make_engine, masters, moments
 from tests.support.original_net import CLIENT_STATE, FIXTURES, MICRO_BATCHES, Net, batch, settings
 from tests.support.ranks import run_ranks

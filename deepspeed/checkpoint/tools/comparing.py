@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from deepspeed.checkpoint import names
+from deepspeed.checkpoint.disk import names
 from deepspeed.checkpoint.source import CheckpointSource
 from deepspeed.checkpoint.tools.output import dtype_text
 

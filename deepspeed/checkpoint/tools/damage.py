@@ -12,12 +12,12 @@ from pathlib import Path
 
 from rich.console import RenderableType
 
-from deepspeed.checkpoint import names
-from deepspeed.checkpoint.file_check import find_file_fault
-from deepspeed.checkpoint.layouts import Layout, layout_of
-from deepspeed.checkpoint.manifest import Manifest
+from deepspeed.checkpoint.disk import names
+from deepspeed.checkpoint.disk.file_check import find_file_fault
+from deepspeed.checkpoint.disk.layouts import Layout, layout_of
+from deepspeed.checkpoint.disk.manifest import Manifest
+from deepspeed.checkpoint.disk.tags import find_tag
 from deepspeed.checkpoint.original.archive import check_archive
-from deepspeed.checkpoint.tags import find_tag
 from deepspeed.checkpoint.tools.facts import files_in
 from deepspeed.checkpoint.tools.output import DAMAGED, FINE, Report, line, nbytes_text
 from deepspeed.checkpoint.tools.places import Place, all_tags, find_place, latest_files, open_place

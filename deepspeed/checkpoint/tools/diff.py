@@ -11,7 +11,7 @@ from dataclasses import asdict
 
 from rich.console import RenderableType
 
-from deepspeed.checkpoint.layouts import layout_of
+from deepspeed.checkpoint.disk.layouts import layout_of
 from deepspeed.checkpoint.tools.comparing import WEIGHT, TensorDifference, compare_tensors
 from deepspeed.checkpoint.tools.output import DAMAGED, FINE, Report, line, plain, table
 from deepspeed.checkpoint.tools.places import Place, open_place

@@ -17,16 +17,16 @@ from typing import Any, cast, get_args
 
 from rich.console import RenderableType
 
-from deepspeed.checkpoint.export import export_weights, parse_dtype
-from deepspeed.checkpoint.layouts import layout_of
-from deepspeed.checkpoint.node_merge import merge_nodes
-from deepspeed.checkpoint.original.to_stages import Precision, ZeroStage, write_stages
-from deepspeed.checkpoint.original.to_universal import write_universal
+from deepspeed.checkpoint.disk.layouts import layout_of
+from deepspeed.checkpoint.export.files import export_weights, parse_dtype
+from deepspeed.checkpoint.export.weights_source import open_weights
+from deepspeed.checkpoint.original.writing.to_stages import Precision, ZeroStage, write_stages
+from deepspeed.checkpoint.original.writing.to_universal import write_universal
+from deepspeed.checkpoint.save.node_merge import merge_nodes
 from deepspeed.checkpoint.source import CheckpointSource
 from deepspeed.checkpoint.tools.facts import files_in
 from deepspeed.checkpoint.tools.output import Report, line, nbytes_text, table
 from deepspeed.checkpoint.tools.places import Place, find_place, open_place
-from deepspeed.checkpoint.weights_source import open_weights
 from deepspeed.errors import ArgumentError
 
 __all__ = ["FORMS", "export_checkpoint", "merge_folders"]

@@ -12,7 +12,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from deepspeed.checkpoint.layouts import layout_of
+from deepspeed.checkpoint.disk.layouts import layout_of
 from deepspeed.checkpoint.reader import CheckpointReader
 from deepspeed.checkpoint.source import CheckpointSource
 from deepspeed.checkpoint.tools.output import dtype_text

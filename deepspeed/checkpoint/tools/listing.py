@@ -11,10 +11,10 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from deepspeed.checkpoint.folders import set_aside
-from deepspeed.checkpoint.layouts import Layout
-from deepspeed.checkpoint.storage import Storage
-from deepspeed.checkpoint.tags import find_tag
+from deepspeed.checkpoint.disk.folders import set_aside
+from deepspeed.checkpoint.disk.layouts import Layout
+from deepspeed.checkpoint.disk.storage import Storage
+from deepspeed.checkpoint.disk.tags import find_tag
 from deepspeed.checkpoint.tools.facts import Facts, files_in, look_at
 from deepspeed.checkpoint.tools.output import DAMAGED, FINE, Report, line, nbytes_text, table
 from deepspeed.checkpoint.tools.places import Place, all_tags, latest_files

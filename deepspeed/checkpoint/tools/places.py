@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from deepspeed.checkpoint.agreement import Alone
-from deepspeed.checkpoint.layouts import layout_of
-from deepspeed.checkpoint.names import LATEST_FILE, LATEST_UNIVERSAL_FILE
-from deepspeed.checkpoint.node_load import NodeReader
+from deepspeed.checkpoint.disk.layouts import layout_of
+from deepspeed.checkpoint.disk.names import LATEST_FILE, LATEST_UNIVERSAL_FILE
+from deepspeed.checkpoint.disk.tags import describe_tags, find_tag, list_tags, read_latest
 from deepspeed.checkpoint.opening import open_folder
 from deepspeed.checkpoint.reader import CheckpointReader
+from deepspeed.checkpoint.save.node_load import NodeReader
 from deepspeed.checkpoint.source import CheckpointSource
-from deepspeed.checkpoint.tags import describe_tags, find_tag, list_tags, read_latest
 from deepspeed.errors import ArgumentError, CheckpointNotFoundError
 
 __all__ = ["Place", "all_tags", "find_place", "latest_files", "open_place"]

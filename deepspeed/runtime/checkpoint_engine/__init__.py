@@ -1,4 +1,4 @@
-"""Doors to `deepspeed.checkpoint.engines`: what says where bytes go, and a client's own state dicts on the disk."""
+"""Doors to `deepspeed.checkpoint.save.engines`: what says where bytes go, and a client's own state dicts on the disk."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ __all__ = [
 __getattr__, __dir__ = attach(
     __name__,
     submodules=_SUBMODULES,
-    names={name: f"deepspeed.checkpoint.engines:{name}" for name in __all__ if name not in _SUBMODULES},
+    names={name: f"deepspeed.checkpoint.save.engines:{name}" for name in __all__ if name not in _SUBMODULES},
 )

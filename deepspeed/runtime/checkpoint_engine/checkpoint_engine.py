@@ -1,7 +1,7 @@
-"""Door to `deepspeed.checkpoint.engines`."""
+"""Door to `deepspeed.checkpoint.save.engines`."""
 
 from __future__ import annotations
 
-from deepspeed.checkpoint.engines import CheckpointCommitInfo, CheckpointEngine
+from deepspeed.checkpoint.save.engines import CheckpointCommitInfo, CheckpointEngine
 
 __all__ = ["CheckpointCommitInfo", "CheckpointEngine"]

@@ -1,7 +1,7 @@
-"""Door to `deepspeed.checkpoint.engines`."""
+"""Door to `deepspeed.checkpoint.save.engines`."""
 
 from __future__ import annotations
 
-from deepspeed.checkpoint.engines import TorchCheckpointEngine
+from deepspeed.checkpoint.save.engines import TorchCheckpointEngine
 
 __all__ = ["TorchCheckpointEngine"]

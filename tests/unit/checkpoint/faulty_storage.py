@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from deepspeed.checkpoint.storage import HashedFile, Storage
+from deepspeed.checkpoint.disk.storage import HashedFile, Storage
 
 
 class NoExchange(Storage):

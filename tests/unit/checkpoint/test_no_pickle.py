@@ -14,7 +14,7 @@ _RUN_CODE = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "
 
 _MODULES = {
     "checkpoint/original/pickles.py": {"pickle", "pickletools"},
-    "checkpoint/weights_file.py": {"pickle"},
+    "checkpoint/export/weights_file.py": {"pickle"},
 }
 """Modules of the package that import one of them: to write the files of other programs."""
 

@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed.checkpoint import CheckpointSource, Piece, open_checkpoint
-from deepspeed.checkpoint.manifest import find_cover_fault
-from deepspeed.checkpoint.node_cover import entries_for, join
-from deepspeed.checkpoint.node_load import open_on_nodes
-from deepspeed.checkpoint.node_merge import merge_nodes
-from deepspeed.checkpoint.node_save import start_on_nodes
-from deepspeed.checkpoint.nodes import Nodes, NodeShares, nodes_of
-from deepspeed.checkpoint.storage import Storage
+from deepspeed.checkpoint.disk.manifest import find_cover_fault
+from deepspeed.checkpoint.disk.storage import Storage
+from deepspeed.checkpoint.save.node_cover import entries_for, join
+from deepspeed.checkpoint.save.node_load import open_on_nodes
+from deepspeed.checkpoint.save.node_merge import merge_nodes
+from deepspeed.checkpoint.save.node_save import start_on_nodes
+from deepspeed.checkpoint.save.nodes import Nodes, NodeShares, nodes_of
+from deepspeed.checkpoint.save.writer import Content
 from deepspeed.checkpoint.tools import main
-from deepspeed.checkpoint.writer import Content
 from deepspeed.errors import ArgumentError, CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
 from tests.unit.checkpoint.faulty_storage import Refusing
 from tests.unit.checkpoint.thread_ranks import ThreadRanks, run_threads

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.checkpoint.storage import Storage
+from deepspeed.checkpoint.disk.storage import Storage
 from deepspeed.checkpoint.tools import main
 from tests.unit.checkpoint.tool_checkpoints import save
 

@@ -3,9 +3,9 @@ from __future__ import annotations
 import torch
 
 from deepspeed.checkpoint import constants
-from deepspeed.checkpoint.original.assembled import Pieces, Stored
+from deepspeed.checkpoint.original.reading.assembled import Pieces, Stored
+from deepspeed.checkpoint.original.reading.tensor_parallel import TensorParallelRules
 from deepspeed.checkpoint.original.stand_ins import GLOBAL_NAMES
-from deepspeed.checkpoint.original.tensor_parallel import TensorParallelRules
 from deepspeed.checkpoint.universal_checkpoint import SubparamShape, enable_universal_checkpoint
 
 

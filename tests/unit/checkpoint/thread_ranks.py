@@ -62,5 +62,5 @@ def run_threads(world_size: int, fn: Callable[[ThreadRanks], Any]) -> list[Any]:
 
 def use_thread_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the `group` that is handed to the room's functions be the ranks themselves; without one it is a single process."""
-    for module in ("writer", "opening", "tag_agreement"):
+    for module in ("save.writer", "opening", "tag_agreement"):
         monkeypatch.setattr(f"deepspeed.checkpoint.{module}.ranks_of", lambda rank, world_size, group=None: group or Alone())

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepspeed.checkpoint.container import Entry, write_container
+from deepspeed.checkpoint.disk.container import Entry, write_container
 from deepspeed.errors import LaunchError
 from deepspeed.launcher.arguments import parse_verify_args
 from deepspeed.launcher.verification import VARIABLE, Verification

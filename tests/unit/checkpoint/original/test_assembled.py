@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from deepspeed.checkpoint.original import assembled
-from deepspeed.checkpoint.original.assembled import FlatValues, Joined, Mean, Pieces, Section, Stored, TensorTable
+from deepspeed.checkpoint.original.reading import assembled
+from deepspeed.checkpoint.original.reading.assembled import FlatValues, Joined, Mean, Pieces, Section, Stored, TensorTable
 from deepspeed.errors import ArgumentError
 
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.checkpoint.original.conversion_folder import point_to, written_aside
-from deepspeed.checkpoint.storage import Storage
+from deepspeed.checkpoint.disk.storage import Storage
+from deepspeed.checkpoint.original.writing.conversion_folder import point_to, written_aside
 from deepspeed.errors import CheckpointError
 from tests.unit.checkpoint.faulty_storage import NoExchange
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deepspeed.checkpoint.original.pipeline import Shape, layer_names, stage_layers
+from deepspeed.checkpoint.original.reading.pipeline import Shape, layer_names, stage_layers
 
 BLOCK: dict[str, Shape] = {"a.weight": (4, 4), "a.bias": (4,)}
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from deepspeed.checkpoint import open_checkpoint
 from deepspeed.checkpoint.agreement import Alone
 from deepspeed.checkpoint.original.archive import load_archive
-from deepspeed.checkpoint.original.stages import StageSource
+from deepspeed.checkpoint.original.reading.stages import StageSource
 from deepspeed.checkpoint.source import CheckpointSource
 from deepspeed.errors import ArgumentError, CheckpointDamagedError, CheckpointError
 from deepspeed.optim.schedules import WarmupLR

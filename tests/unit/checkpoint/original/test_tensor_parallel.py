@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from deepspeed.checkpoint.original.assembled import Pieces, Stored
+from deepspeed.checkpoint.original.reading.assembled import Pieces, Stored
+from deepspeed.checkpoint.original.reading.tensor_parallel import TensorParallelRules
 from deepspeed.checkpoint.original.stand_ins import SubparamShape
-from deepspeed.checkpoint.original.tensor_parallel import TensorParallelRules
 from deepspeed.errors import CheckpointDamagedError, CheckpointError
 
 

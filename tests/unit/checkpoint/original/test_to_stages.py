@@ -18,9 +18,9 @@ from deepspeed.checkpoint.agreement import Alone
 from deepspeed.checkpoint.opening import open_folder
 from deepspeed.checkpoint.original import pickles
 from deepspeed.checkpoint.original.archive import load_archive
-from deepspeed.checkpoint.original.optimizer_shards import cut_into_sub_groups, flat_shards, padded_shards
-from deepspeed.checkpoint.original.stages import StageSource
-from deepspeed.checkpoint.original.to_stages import write_stages
+from deepspeed.checkpoint.original.reading.stages import StageSource
+from deepspeed.checkpoint.original.writing.optimizer_shards import cut_into_sub_groups, flat_shards, padded_shards
+from deepspeed.checkpoint.original.writing.to_stages import write_stages
 from deepspeed.errors import ArgumentError, CheckpointError
 from tests.support.original_net import FIXTURES, full_weights
 from tests.unit.checkpoint.original.source_of import (

@@ -12,11 +12,15 @@ from torch import Tensor
 
 from deepspeed.checkpoint.agreement import Alone
 from deepspeed.checkpoint.opening import open_folder
-from deepspeed.checkpoint.original import to_universal
 from deepspeed.checkpoint.original.archive import load_archive
 from deepspeed.checkpoint.original.pickles import save_archive
-from deepspeed.checkpoint.original.to_universal import MissingUniversalInfoError, UnmatchedPatternError, write_universal
-from deepspeed.checkpoint.original.universal import UniversalSource
+from deepspeed.checkpoint.original.reading.universal import UniversalSource
+from deepspeed.checkpoint.original.writing import to_universal
+from deepspeed.checkpoint.original.writing.to_universal import (
+    MissingUniversalInfoError,
+    UnmatchedPatternError,
+    write_universal,
+)
 from deepspeed.checkpoint.source import CheckpointSource
 from deepspeed.errors import ArgumentError, CheckpointError
 from tests.support.original_net import FIXTURES, full_weights

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from deepspeed.checkpoint.agreement import Alone
-from deepspeed.checkpoint.original.universal import UniversalSource
+from deepspeed.checkpoint.original.reading.universal import UniversalSource
 from deepspeed.errors import ArgumentError, CheckpointDamagedError
 from tests.support.original_net import FIXTURES, full_weights
 

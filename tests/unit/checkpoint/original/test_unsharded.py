@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.checkpoint.original.engine_state import loss_scaler_of
-from deepspeed.checkpoint.original.unsharded import entries_of, name_entries, unsharded_scaler
+from deepspeed.checkpoint.original.reading.unsharded import entries_of, name_entries, unsharded_scaler
 from deepspeed.errors import CheckpointError
 
 Shapes = list[tuple[int, ...]]

@@ -1,0 +1,248 @@
+"""Stage files of the original as a `CheckpointSource`.
+
+    mp_rank_00 ... mp_rank_NN   --- model_ranks ---> archives, mapped
+    each model-parallel rank    --- slices (ZeRO), unsharded (none) ---> Slice: names, values, optimizer state
+    tensor-parallel slices      --- tensor_parallel ---> whole tensors
+    pipeline stages, layers     --- pipeline ---> one table of global names
+
+Everything is put together when it is read; opening reads the archives' metadata only. Does not live here: any of the steps.
+Called by `opening`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.checkpoint.agreement import Ranks
+from deepspeed.checkpoint.disk.names import master_tensor, module_tensor, optimizer_tensor
+from deepspeed.checkpoint.original.archive import load_archive
+from deepspeed.checkpoint.original.engine_state import client_state_of, engine_state_of, loss_scaler_of
+from deepspeed.checkpoint.original.files import StageFiles
+from deepspeed.checkpoint.original.reading.assembled import Stored, TensorTable
+from deepspeed.checkpoint.original.reading.model_ranks import ModelRank, open_model_ranks
+from deepspeed.checkpoint.original.reading.pipeline import layer_names
+from deepspeed.checkpoint.original.reading.rank_slices import read_rank, read_unsharded_pipeline
+from deepspeed.checkpoint.original.reading.share_check import check_share
+from deepspeed.checkpoint.original.reading.slices import Slice, stored
+from deepspeed.checkpoint.original.reading.tensor_parallel import TensorParallelRules
+from deepspeed.checkpoint.original.reading.unsharded import unsharded_scaler
+from deepspeed.checkpoint.source import EngineState, OptimizerState
+from deepspeed.errors import CheckpointDamagedError, CheckpointError
+
+__all__ = ["StageSource"]
+
+_OPTIMIZER = optimizer_tensor("", "")[:-1]
+
+
+class StageSource:
+    """Stage files of the original, open for reading; see `CheckpointSource`.
+
+    Args:
+        folder: the tag's folder.
+        tag: its name.
+        ranks: which share of the files this rank checks.
+        members: names of each parameter group's parameters in the optimizer's order. Needed only to name the optimizer's
+            entries of a checkpoint without ZeRO whose model has frozen parameters or several groups.
+
+    Raises:
+        CheckpointDamagedError: files are missing or do not belong together.
+        CheckpointError: the checkpoint is of a kind that cannot be put together; the text says why.
+    """
+
+    def __init__(self, folder: Path, tag: str, ranks: Ranks, members: Sequence[Sequence[str]] | None = None) -> None:
+        self.folder = folder
+        self.tag = tag
+        self._ranks = ranks
+        self._files = StageFiles.of(path.name for path in folder.iterdir())
+        model_ranks = open_model_ranks(folder, self._files)
+        self._models = [rank.models[0] for rank in model_ranks]
+        with _about(folder):
+            whole, loss_scaler = _put_together(folder, self._files, model_ranks, members)
+        self._refusal = whole.refusal
+        self._is_numbered = whole.has_optimizer and not any(rank.shards for rank in model_ranks)
+        self._tensors = TensorTable(folder)
+        _fill(self._tensors, whole)
+        self._state = _state_of(whole, self._models, model_ranks[0], loss_scaler)
+
+    def with_members(self, members: Sequence[Sequence[str]]) -> StageSource:
+        """The same checkpoint with the names of each group known; itself where they are not needed or do not fit."""
+        if not self._is_numbered:
+            return self
+        named = StageSource(self.folder, self.tag, self._ranks, members)
+        return self if named._refusal is not None and self._refusal is None else named
+
+    @property
+    def state(self) -> EngineState:
+        """What the engine stored besides tensors."""
+        return self._state
+
+    def client_state(self) -> dict[str, Any]:
+        """What the user stored, anew at each call; tensors are on the CPU."""
+        return client_state_of(self._models[0])
+
+    def rank_state(self, rank: int) -> dict[str, Any]:
+        """Nothing: this layout stores no state per rank."""
+        return {}
+
+    def names(self, prefix: str = "") -> list[str]:
+        """Names of all tensors that start with `prefix`, sorted.
+
+        Raises:
+            CheckpointError: the optimizer's tensors are asked for, and cannot be given; the text says why.
+        """
+        if self._refusal is not None and prefix.startswith(_OPTIMIZER):
+            raise CheckpointError(
+                f"checkpoint {self.folder}: {self._refusal}. Pass load_optimizer_states=False to load everything else."
+            )
+        return self._tensors.names(prefix)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Global shape of a tensor."""
+        return self._tensors.shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Element type of a tensor on the disk."""
+        return self._tensors.dtype(name)
+
+    def read(self, name: str, start: int = 0, length: int | None = None, out: Tensor | None = None) -> Tensor:
+        """Read a range of a flattened tensor; see `CheckpointSource.read`."""
+        return self._tensors.read(name, start, length, out)
+
+    def check_own_share(self) -> None:
+        """Compare this rank's share of the files with the checksums in them. Not collective.
+
+        Raises:
+            CheckpointDamagedError: naming every file that is missing, cut short or changed.
+        """
+        check_share(self.folder, [self.folder / name for name in self._files.names], self._ranks)
+
+
+@contextmanager
+def _about(folder: Path) -> Iterator[None]:
+    """Errors name the folder, and a structure that is not the format's is damage."""
+    try:
+        yield
+    except CheckpointDamagedError as error:
+        raise CheckpointDamagedError(f"checkpoint {folder}: {error}") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"checkpoint {folder}: {error}") from error
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise CheckpointDamagedError(
+            f"checkpoint {folder} is not built as version 0.19 of the original builds it ({type(error).__name__}: {error})."
+        ) from error
+
+
+def _put_together(
+    folder: Path, files: StageFiles, ranks: Sequence[ModelRank], members: Sequence[Sequence[str]] | None
+) -> tuple[Slice, Mapping[str, Any]]:
+    """The whole model from all model-parallel ranks, and the loss scaler's state."""
+    first = ranks[0].models[0]
+    layers = _open_layers(folder, files)
+    degree = _tensor_parallel_degree(first, layers, len(ranks))
+    rules = TensorParallelRules(first.get("universal_checkpoint_info"), degree)
+    if layers and not any(rank.shards for rank in ranks):
+        slices = read_unsharded_pipeline(ranks, layers, degree)
+    else:
+        slices = [read_rank(rank, members) for rank in ranks]
+    whole = Slice()
+    for stage in range(len(ranks) // degree):
+        _merge(whole, _join(slices[stage * degree : (stage + 1) * degree], rules))
+    names = layer_names(_shapes(layers), {name: master.shape for name, master in whole.masters.items()})
+    for layer, of_tensor_ranks in layers.items():
+        for key, name in names[layer].items():
+            whole.weights[name] = rules.join(name, [stored(state[key]) for state in of_tensor_ranks])
+    return whole, loss_scaler_of(ranks[0].shards[0] if ranks[0].shards else unsharded_scaler(first.get("optimizer") or {}))
+
+
+def _open_layers(folder: Path, files: StageFiles) -> dict[int, list[Mapping[str, Tensor]]]:
+    """Layer number -> state dict of each tensor-parallel rank."""
+    layers: dict[int, list[Mapping[str, Tensor]]] = {}
+    for file in files.layers:
+        state = load_archive(folder / file.name)
+        layers.setdefault(file.layer, []).append({k: v for k, v in state.items() if isinstance(v, Tensor)})
+    return layers
+
+
+def _shapes(layers: Mapping[int, Sequence[Mapping[str, Tensor]]]) -> dict[int, dict[str, tuple[int, ...]]]:
+    return {layer: {key: tuple(value.shape) for key, value in states[0].items()} for layer, states in layers.items()}
+
+
+def _tensor_parallel_degree(first: Mapping[str, Any], layers: Mapping[int, Sequence[Any]], ranks: int) -> int:
+    """Tensor-parallel ranks: as stated, else the slices of a pipeline's layers, else all model-parallel ranks."""
+    stated = (first.get("checkpoint_parallel_dimensions") or {}).get("tp_degree")
+    if isinstance(stated, int) and stated > 0:
+        return stated
+    return max(map(len, layers.values())) if layers else ranks
+
+
+def _join(slices: Sequence[Slice], rules: TensorParallelRules) -> Slice:
+    """One slice from those of the tensor-parallel ranks of a stage."""
+    first = slices[0]
+    if len(slices) == 1:
+        return first
+    first.weights = {name: rules.join(name, [s.weights[name] for s in slices]) for name in first.weights}
+    first.masters = {name: rules.join(name, [s.masters[name] for s in slices]) for name in first.masters}
+    first.optimizer = {
+        name: {key: rules.join(name, [s.optimizer[name][key] for s in slices]) for key in states}
+        for name, states in first.optimizer.items()
+    }
+    return first
+
+
+def _merge(whole: Slice, stage: Slice) -> None:
+    """Add a pipeline stage's part; what several stages have (tied layers) is equal and taken once."""
+    whole.add(stage)
+    whole.frozen += [name for name in stage.frozen if name not in whole.frozen]
+    whole.has_frozen = whole.has_frozen and stage.has_frozen
+    whole.refusal = whole.refusal or stage.refusal
+    whole.has_optimizer = whole.has_optimizer or stage.has_optimizer
+    for number, names in enumerate(stage.members):
+        if number == len(whole.members):
+            whole.members.append([])
+            whole.groups.append(stage.groups[number])
+        whole.members[number] += [name for name in names if name not in whole.members[number]]
+
+
+def _fill(tensors: TensorTable, whole: Slice) -> None:
+    """Give the tensors their global names: fp32 copies are masters, unless the model itself is in fp32."""
+    for name, weight in whole.weights.items():
+        tensors.add(module_tensor(name), weight)
+    for name, master in whole.masters.items():
+        is_model = _dtype_in_model(whole, name, master) == master.dtype
+        tensors.add(module_tensor(name) if is_model else master_tensor(name), master)
+    for name, states in whole.optimizer.items():
+        for key, value in states.items():
+            tensors.add(optimizer_tensor(name, key), value)
+
+
+def _dtype_in_model(whole: Slice, name: str, master: Stored) -> torch.dtype | None:
+    if name in whole.weights and whole.weights[name].shape == master.shape:
+        return whole.weights[name].dtype
+    return whole.dtypes.get(name)
+
+
+def _state_of(
+    whole: Slice, models: Sequence[Mapping[str, Any]], first: ModelRank, loss_scaler: Mapping[str, Any]
+) -> EngineState:
+    optimizer: OptimizerState | None = None
+    if whole.has_optimizer:
+        optimizer = {"name": None, "groups": whole.groups, "members": whole.members, "scalars": whole.scalars}
+    state = engine_state_of(
+        models,
+        frozen_parameters=whole.frozen,
+        has_frozen_parameters=whole.has_frozen,
+        optimizer=optimizer,
+        loss_scaler=loss_scaler,
+    )
+    state["shared_parameters"] = whole.aliases
+    if first.is_sharded:
+        state["zero_stage"] = 3
+    elif first.shards:
+        state["zero_stage"] = int(first.shards[0].get("zero_stage") or 1)
+    return state

@@ -1,0 +1,262 @@
+"""The original's universal folder, as a `CheckpointSource`.
+
+    tag_universal/
+      mp_rank_MM_model_states.pt (stage 3: zero_pp_rank_D_mp_rank_MM_...)  counters, schedule, client state, shapes, ties
+      zero/optimizer_state.pt                                              hyperparameters, loss scale, at stage 3 the step
+      zero/<parameter>/fp32.pt                                             --> master/<parameter>
+      zero/<parameter>/exp_avg.pt, exp_avg_sq.pt, ...                      --> optimizer/<parameter>/<key>
+      zero/<parameter>/step.pt                                             --> scalars
+      zero/<frozen or buffer>/fp32.pt, or the model-state files            --> module/<name>
+
+A value is `{"param": tensor in its shape, ...}`, or, from ZeRO stage 3, a bare flat tensor whose shape the model-state files
+tell. A file is opened when its tensor is asked for: a folder of thousands of files costs what is read.
+
+[Note: the owner counts] A tied weight may have a second folder under its later name; in 16-bit training that one holds the
+rounded value and the owner's the fp32 master. So later names are never read.
+
+Does not live here: unpickling (`archive`), the grammar of file names (`files`), writing (`to_universal`). Called by
+`opening`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.checkpoint.agreement import Ranks
+from deepspeed.checkpoint.disk.names import master_tensor, module_tensor, optimizer_tensor
+from deepspeed.checkpoint.disk.range_check import prepare_out, unknown_tensor
+from deepspeed.checkpoint.original.archive import load_archive
+from deepspeed.checkpoint.original.engine_state import (
+    client_state_of,
+    engine_state_of,
+    group_members,
+    loss_scaler_of,
+    plain_groups,
+    shared_parameters_of,
+)
+from deepspeed.checkpoint.original.files import ModelFile, StageFiles
+from deepspeed.checkpoint.original.reading.assembled import Pieces, Stored
+from deepspeed.checkpoint.original.reading.share_check import check_share
+from deepspeed.checkpoint.source import EngineState, OptimizerState
+from deepspeed.errors import CheckpointDamagedError
+
+__all__ = ["MASTER_FILE", "MEMBERS_KEY", "OPTIMIZER_STATE_FILE", "STEP_FILE", "UNIVERSAL_FOLDER", "UniversalSource"]
+
+UNIVERSAL_FOLDER = "zero"
+OPTIMIZER_STATE_FILE = "optimizer_state.pt"
+MASTER_FILE = "fp32.pt"
+STEP_FILE = "step.pt"
+MEMBERS_KEY = "parameter_names"
+"""Names of each group's parameters: ours, in `optimizer_state.pt`; the original's own folders do not always tell them."""
+
+_KEPT_OPEN = 256
+"""Mapped tensors kept for the next range of the same tensor."""
+
+
+class UniversalSource:
+    """A universal folder of the original, open for reading; see `CheckpointSource`.
+
+    Raises:
+        CheckpointDamagedError: a trained parameter has no value, or a file cannot be read.
+    """
+
+    def __init__(self, folder: Path, tag: str, ranks: Ranks) -> None:
+        self.folder = folder
+        self.tag = tag
+        self._ranks = ranks
+        self._model_files = _of_one_kind(StageFiles.of(path.name for path in folder.iterdir()).models)
+        first_of_rank = {file.model_rank: file for file in reversed(self._model_files)}
+        self._model_states = [load_archive(folder / first_of_rank[rank].name) for rank in sorted(first_of_rank)]
+        self._shapes = {n: tuple(shape) for states in self._model_states for n, shape in _trained_shapes(states)}
+        self._open = lru_cache(maxsize=_KEPT_OPEN)(self._open_anew)
+        self._places = self._find_places()
+
+    @cached_property
+    def state(self) -> EngineState:
+        """What the engine stored besides tensors."""
+        path = self.folder / UNIVERSAL_FOLDER / OPTIMIZER_STATE_FILE
+        stored = load_archive(path) if path.is_file() else {}
+        buffers = {name for states in self._model_states for name in states.get("buffer_names") or ()}
+        order = {name: number for states in self._model_states for number, name in enumerate(states.get("module") or ())}
+        static = [name.removeprefix(module_tensor("")) for name in self.names(module_tensor(""))]
+        frozen = sorted((name for name in static if name not in buffers), key=lambda name: order.get(name, len(order)))
+        known = dict.fromkeys(name for states in self._model_states for name in states.get("frozen_param_shapes") or ())
+        return engine_state_of(
+            self._model_states,
+            frozen_parameters=[*known, *(name for name in frozen if name not in known)],
+            has_frozen_parameters=all(name in frozen for name in known),
+            optimizer=self._optimizer_state(stored) if stored else None,
+            loss_scaler=loss_scaler_of(stored),
+        )
+
+    def with_members(self, members: Sequence[Sequence[str]]) -> UniversalSource:
+        """Itself: entries are stored by name."""
+        return self
+
+    def client_state(self) -> dict[str, Any]:
+        """What the user stored, anew at each call; tensors are on the CPU."""
+        return client_state_of(self._model_states[0])
+
+    def rank_state(self, rank: int) -> dict[str, Any]:
+        """Nothing: this layout stores no state per rank."""
+        return {}
+
+    def names(self, prefix: str = "") -> list[str]:
+        """Names of all tensors that start with `prefix`, sorted."""
+        return sorted(name for name in self._places if name.startswith(prefix))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Global shape of a tensor."""
+        return self._open(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Element type of a tensor on the disk."""
+        return self._open(name).dtype
+
+    def read(self, name: str, start: int = 0, length: int | None = None, out: Tensor | None = None) -> Tensor:
+        """Read a range of the flattened tensor; see `CheckpointSource.read`."""
+        tensor = self._open(name)
+        out = prepare_out(name, tensor.numel, tensor.dtype, start, length, out)
+        if out.numel():
+            tensor.values.read(start, out)
+        return out
+
+    def check_own_share(self) -> None:
+        """Compare this rank's share of the files with the checksums in them. Not collective.
+
+        Raises:
+            CheckpointDamagedError: naming every file that is missing, cut short or changed.
+        """
+        zero = self.folder / UNIVERSAL_FOLDER
+        files = [self.folder / file.name for file in StageFiles.of(path.name for path in self.folder.iterdir()).models]
+        check_share(self.folder, [*files, *sorted(zero.glob("*.pt")), *sorted(zero.glob("*/*.pt"))], self._ranks)
+
+    # -- where each tensor lies ---------------------------------------------------------------------------------------
+
+    def _find_places(self) -> dict[str, Callable[[], Stored]]:
+        """Name of each tensor -> how to open it."""
+        zero = self.folder / UNIVERSAL_FOLDER
+        folders = {path.name: {file.name for file in path.glob("*.pt")} for path in zero.iterdir() if path.is_dir()}
+        shared = shared_parameters_of(self._model_states)  # [Note: the owner counts]
+        places: dict[str, Callable[[], Stored]] = {}
+        for name, files in folders.items():
+            if name in shared or MASTER_FILE not in files:
+                continue
+            if name not in self._shapes and files == {MASTER_FILE}:
+                places[module_tensor(name)] = partial(self._open_file, name, MASTER_FILE)
+                continue
+            places[master_tensor(name)] = partial(self._open_file, name, MASTER_FILE)
+            for file in files - {MASTER_FILE, STEP_FILE}:
+                places[optimizer_tensor(name, file.removesuffix(".pt"))] = partial(self._open_file, name, file)
+        lacking = [name for name in self._shapes if name not in shared and master_tensor(name) not in places]
+        if lacking:
+            raise CheckpointDamagedError(
+                f"{self.folder} lacks {UNIVERSAL_FOLDER}/<name>/{MASTER_FILE} of {', '.join(map(repr, lacking[:5]))}"
+                f"{f' and {len(lacking) - 5} more' if len(lacking) > 5 else ''}: the conversion did not end, or files were "
+                "lost when it was copied. Convert or copy it again."
+            )
+        for name, place in self._static_places(shared):
+            if master_tensor(name) not in places:
+                places[module_tensor(name)] = place
+        return places
+
+    def _static_places(self, shared: Mapping[str, str]) -> Iterator[tuple[str, Callable[[], Stored]]]:
+        """Frozen parameters and buffers of the model-state files, in the model's dtype.
+
+        Not where several model-parallel ranks hold parts of them: those were put together in their folders.
+        """
+        if len(self._model_states) > 1:
+            return
+        states = self._model_states[0]
+        for name, shape in (states.get("frozen_param_shapes") or {}).items():
+            if name in (states.get("frozen_param_fragments") or {}):
+                yield name, partial(self._open_fragments, name, tuple(shape))
+        for name, value in (states.get("module") or {}).items():
+            is_known = name in self._shapes or name in shared or name in (states.get("frozen_param_shapes") or {})
+            if not is_known and isinstance(value, Tensor):
+                yield name, partial(_stored, value.detach(), tuple(value.shape))
+
+    def _open_anew(self, name: str) -> Stored:
+        if name not in self._places:
+            raise unknown_tensor(self.folder, name, self._places)
+        return self._places[name]()
+
+    def _open_file(self, parameter: str, file: str) -> Stored:
+        path = self.folder / UNIVERSAL_FOLDER / parameter / file
+        value = load_archive(path)
+        if isinstance(value, Mapping):
+            value = value.get("param")
+            shape = tuple(value.shape) if isinstance(value, Tensor) else ()
+        else:
+            shape = self._shapes.get(parameter, tuple(value.shape) if isinstance(value, Tensor) else ())
+        if not isinstance(value, Tensor) or value.numel() != torch.Size(shape).numel():
+            found = f"a tensor of {value.numel()} elements" if isinstance(value, Tensor) else type(value).__name__
+            raise CheckpointDamagedError(f"{path} holds {found} where a tensor of shape {shape} belongs. Convert it again.")
+        return _stored(value, shape)
+
+    def _open_fragments(self, parameter: str, shape: tuple[int, ...]) -> Stored:
+        """A frozen parameter: whole in the only file, or one padded shard in the file of each data-parallel rank."""
+        files = [self._fragment_in(file, parameter) for file in self._model_files]
+        if sum(fragment.numel() for fragment in files) < torch.Size(shape).numel():
+            raise CheckpointDamagedError(
+                f"{self.folder} holds shards of {len(files)} ranks, too few for the frozen parameter {parameter!r} "
+                f"of shape {shape}: a *_model_states.pt file is missing. Copy it again."
+            )
+        return Stored(shape, files[0].dtype, Pieces([fragment.reshape(-1) for fragment in files]))
+
+    def _fragment_in(self, file: ModelFile, parameter: str) -> Tensor:
+        fragment: Tensor = load_archive(self.folder / file.name)["frozen_param_fragments"][parameter]
+        return fragment
+
+    # -- the optimizer ------------------------------------------------------------------------------------------------
+
+    def _optimizer_state(self, stored: Mapping[str, Any]) -> OptimizerState:
+        inner = stored.get("optimizer_state_dict") or {}
+        param_groups = stored.get("param_groups") or inner.get("param_groups") or []
+        shapes = [states.get("param_shapes") or [] for states in self._model_states]
+        common = _common_step(inner, param_groups)
+        steps = {name: self._step(name, common) for name in self._trained()}
+        return {
+            "name": None,
+            "groups": plain_groups(param_groups),
+            "members": stored.get(MEMBERS_KEY) or group_members(shapes, len(param_groups)),
+            "scalars": {name: {"step": step} for name, step in steps.items() if step is not None},
+        }
+
+    def _trained(self) -> list[str]:
+        return [name.removeprefix(master_tensor("")) for name in self.names(master_tensor(""))]
+
+    def _step(self, parameter: str, common: float | None) -> float | None:
+        path = self.folder / UNIVERSAL_FOLDER / parameter / STEP_FILE
+        if not path.is_file():
+            return common
+        value = load_archive(path, mmap=False)
+        return float(value["param"] if isinstance(value, Mapping) else value)
+
+
+def _of_one_kind(files: list[ModelFile]) -> list[ModelFile]:
+    """The files with whole weights where there are any: a folder may also have those that ZeRO stage 3 looks for."""
+    return [file for file in files if file.data_rank is None] or files
+
+
+def _stored(value: Tensor, shape: tuple[int, ...]) -> Stored:
+    return Stored(shape, value.dtype, Pieces([value.reshape(-1)]))
+
+
+def _trained_shapes(states: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for entry in states.get("param_shapes") or ():
+        yield from entry.items()
+
+
+def _common_step(inner: Mapping[str, Any], param_groups: list[Mapping[str, Any]]) -> float | None:
+    """The step that all parameters share, where it is not stored for each: in the state of the first that has one."""
+    for state in [*(inner.get("state") or {}).values(), *param_groups]:
+        if "step" in state:
+            return float(state["step"])
+    return None

@@ -1,0 +1,155 @@
+"""A copy of what a rank writes, in host memory, so that training goes on while it is written.
+
+    pieces on any device --- one pass ---> | piece | piece | ... |  one flat buffer, filled again by each snapshot
+
+The buffer is kept from one save to the next: fresh memory costs several times the copy, because the system clears each page
+of it. So the first one is made ready ahead, in a thread (`prepare`), and later ones allocate nothing. Where an accelerator
+holds the state, the buffer is locked into memory and the copies run beside each other.
+
+Does not live here: when to take one (`background`). One object per rank; its methods are called by one thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import mmap
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.save.writer import Piece
+from deepspeed.common.logging import get_logger
+from deepspeed.errors import CheckpointError
+
+__all__ = ["SnapshotMemory", "needed_nbytes"]
+
+_ALIGNMENT_NBYTES = 64
+_SPARE_NBYTES = 1 << 20
+_SPARE_SHARE = 64
+
+_logger = get_logger(__name__)
+
+
+class SnapshotMemory:
+    """Host memory for one snapshot at a time."""
+
+    def __init__(self, limit_nbytes: float = math.inf) -> None:
+        """Store the most it may have."""
+        self._limit_nbytes = limit_nbytes
+        self._buffer: Tensor | None = None
+        self._is_locked = False
+        self._making: threading.Thread | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the buffer."""
+        return 0 if self._buffer is None else self._buffer.nbytes
+
+    def prepare(self, pieces: Iterable[Piece]) -> None:
+        """Begin to make the memory that `hold` will need for about these pieces; returns at once.
+
+        It gets a little more than they have, for random states and client states that come with them.
+        """
+        pieces = list(pieces)
+        nbytes = needed_nbytes(pieces)
+        nbytes += nbytes // _SPARE_SHARE + _SPARE_NBYTES
+        if self._making is None and self.nbytes < nbytes <= self._limit_nbytes:
+            is_locked = _is_any_on_a_device(pieces)
+            self._making = threading.Thread(
+                target=self._try_make, args=(nbytes, is_locked), name="deepspeed snapshot memory"
+            )
+            self._making.start()
+
+    def hold(self, pieces: Sequence[Piece]) -> list[Piece] | None:
+        """Copy the pieces' data; what an earlier call returned is overwritten. None: they need more than the limit.
+
+        Blocks until the copy is complete.
+
+        Raises:
+            CheckpointError: this host has no room for it.
+        """
+        nbytes = needed_nbytes(pieces)
+        self._finish_making()
+        if nbytes > self._limit_nbytes:
+            return None
+        is_on_device = _is_any_on_a_device(pieces)
+        if nbytes > self.nbytes:
+            self._make(int(min(nbytes + _SPARE_NBYTES, self._limit_nbytes)), is_on_device)
+        held = [_copy(piece, place) for piece, place in zip(pieces, self._places(pieces), strict=True)]
+        if is_on_device:
+            get_accelerator().synchronize()
+        return held
+
+    def release(self) -> None:
+        """Give the memory back. Nothing that `hold` returned may be in use."""
+        self._finish_making()
+        self._release_buffer()
+
+    def _release_buffer(self) -> None:
+        if self._buffer is not None and self._is_locked:
+            get_accelerator().unregister_host_memory(self._buffer)
+        self._buffer, self._is_locked = None, False
+
+    def _places(self, pieces: Sequence[Piece]) -> Iterator[Tensor]:
+        buffer = self._buffer if self._buffer is not None else torch.empty(0, dtype=torch.uint8)  # none is needed then
+        start = 0
+        for piece in pieces:
+            yield buffer[start : start + piece.data.nbytes]
+            start += _aligned(piece.data.nbytes)
+
+    def _try_make(self, nbytes: int, is_locked: bool) -> None:
+        try:
+            self._make(nbytes, is_locked)
+        except CheckpointError as error:  # hold tries again, and says so to all ranks
+            _logger.debug("memory for snapshots could not be made ahead: %s", error)
+
+    def _make(self, nbytes: int, is_locked: bool) -> None:
+        self._release_buffer()
+        try:
+            buffer = _new_buffer(nbytes)
+        except (OSError, MemoryError) as error:
+            raise CheckpointError(
+                f"a background save needs {nbytes / 1e9:.3g} GB of host memory on this rank for its snapshot, which the "
+                f"system refused ({error}). Free memory, or save in the foreground: checkpoint.async_save false."
+            ) from error
+        self._buffer, self._is_locked = buffer, is_locked and get_accelerator().register_host_memory(buffer)
+
+    def _finish_making(self) -> None:
+        if self._making is not None:
+            self._making.join()
+            self._making = None
+
+
+def needed_nbytes(pieces: Iterable[Piece]) -> int:
+    """Memory that a snapshot of these pieces takes."""
+    return sum(_aligned(piece.data.nbytes) for piece in pieces)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
+
+
+def _is_any_on_a_device(pieces: Iterable[Piece]) -> bool:
+    return any(piece.data.device.type != "cpu" for piece in pieces)
+
+
+def _new_buffer(nbytes: int) -> Tensor:
+    """Memory of our own in which every page is there already, in huge pages where the system has them."""
+    memory = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # a forked loader of data would make the next snapshot copy each page
+        if hasattr(mmap, advice):
+            memory.madvise(getattr(mmap, advice))
+    return torch.frombuffer(memory, dtype=torch.uint8).zero_()
+
+
+def _copy(piece: Piece, place: Tensor) -> Piece:
+    data = piece.data.detach()
+    if not data.numel():
+        return piece
+    copied = place.view(data.dtype).view(data.shape)
+    copied.copy_(data, non_blocking=True)
+    return dataclasses.replace(piece, data=copied)

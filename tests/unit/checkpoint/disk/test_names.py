@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepspeed.checkpoint.disk import names
+from deepspeed.errors import ArgumentError
+
+_NAMES = st.text("ab@0123/", min_size=1, max_size=6)
+
+
+@given(st.tuples(_NAMES, st.integers(0, 30), st.booleans()), st.tuples(_NAMES, st.integers(0, 30), st.booleans()))
+def test_two_fragments_that_may_stand_in_one_file_never_share_a_key(
+    one: tuple[str, int, bool], other: tuple[str, int, bool]
+) -> None:
+    one_key, other_key = (
+        names.fragment_key(name, 0 if is_whole else start, is_whole=is_whole) for name, start, is_whole in (one, other)
+    )
+    if one_key == other_key:
+        assert one[0] == other[0]
+
+
+def test_a_whole_tensor_stands_under_its_own_name() -> None:
+    assert names.fragment_key("module/fc.weight", 0, is_whole=True) == "module/fc.weight"
+    assert names.fragment_key("module/fc.weight", 7, is_whole=False) == "module/fc.weight@7"
+
+
+@given(st.text("ab./", min_size=1), st.text("ab_", min_size=1))
+def test_an_optimizer_name_comes_apart_again(parameter: str, key: str) -> None:
+    assert names.split_optimizer_tensor(names.optimizer_tensor(parameter, key)) == (parameter, key)
+
+
+@pytest.mark.parametrize("tag", ["global_step10", "epoch=0-step=3.ckpt", "epoch1/step5", "10", "a b"])
+def test_ordinary_tags_name_a_folder_inside(tag: str) -> None:
+    assert names.tag_folder(Path("saves"), tag) == Path("saves") / tag
+
+
+@pytest.mark.parametrize("tag", ["", ".", "..", "../other", "/abs", "a/../b", ".hidden", "a/.b", "latest", "nul\0"])
+def test_tags_that_leave_the_folder_or_clash_with_our_names_are_refused(tag: str) -> None:
+    with pytest.raises(ArgumentError, match="relative name"):
+        names.tag_folder(Path("saves"), tag)
+
+
+def test_only_the_files_of_the_format_are_its_own() -> None:
+    own = ["manifest.json", "client_state.json", names.shard_file(0), names.shard_file(123456)]
+    assert all(names.is_own_file(name) for name in own)
+    assert not any(names.is_own_file(name) for name in ["model.safetensors", "rank_0.safetensors", "notes.txt", "latest"])

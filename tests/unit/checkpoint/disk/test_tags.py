@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed.checkpoint.disk.tags import list_tags
+from deepspeed.checkpoint.tag_agreement import check_tags, resolve_tag
+from deepspeed.errors import ArgumentError, CheckpointError, CheckpointNotFoundError
+from tests.unit.checkpoint.thread_ranks import ThreadRanks, run_threads, use_thread_ranks
+
+
+@pytest.fixture
+def saves(tmp_path: Path) -> Path:
+    for tag in ("step10", "step2", "other"):
+        (tmp_path / tag).mkdir()
+        (tmp_path / tag / "manifest.json").touch()
+    (tmp_path / "unfinished").mkdir()
+    (tmp_path / ".step3.writing-0123456789abcdef").mkdir()
+    (tmp_path / ".step3.writing-0123456789abcdef" / "manifest.json").touch()
+    (tmp_path / "latest").write_text("step2")
+    return tmp_path
+
+
+def test_tags_are_listed_with_numbers_counted(saves: Path) -> None:
+    assert list_tags(saves) == ["other", "step2", "step10"]
+    assert list_tags(saves / "nowhere") == []
+
+
+def test_latest_names_the_tag_and_a_given_tag_goes_first(saves: Path) -> None:
+    assert resolve_tag(saves) == "step2"
+    assert resolve_tag(saves, "step10") == "step10"
+
+
+@pytest.mark.parametrize("content", ["step2\n", " step2 "])
+def test_white_space_around_the_tag_does_no_harm(saves: Path, content: str) -> None:
+    (saves / "latest").write_text(content)
+    assert resolve_tag(saves) == "step2"
+
+
+def test_without_latest_there_is_no_tag_and_no_error(saves: Path) -> None:
+    (saves / "latest").unlink()
+    assert resolve_tag(saves) is None
+    assert resolve_tag(saves / "nowhere") is None
+
+
+def test_a_wrong_tag_lists_the_tags_there_are(saves: Path) -> None:
+    with pytest.raises(
+        CheckpointNotFoundError, match=r"'step3', which you asked for. Tags there: 'other', 'step2', 'step10'"
+    ):
+        resolve_tag(saves, "step3")
+    with pytest.raises(FileNotFoundError, match="Tags there: none"):
+        resolve_tag(saves / "nowhere", "step3")
+
+
+def test_a_dangling_latest_says_that_latest_names_it(saves: Path) -> None:
+    (saves / "latest").write_text("gone")
+    with pytest.raises(CheckpointNotFoundError, match="'gone', which the file 'latest' names"):
+        resolve_tag(saves)
+
+
+@pytest.mark.parametrize("content", [b"", b"../../etc", b"\xff\xfe\x00"])
+def test_a_damaged_latest_is_an_error_and_leads_nowhere(saves: Path, content: bytes) -> None:
+    (saves / "latest").write_bytes(content)
+    with pytest.raises((ArgumentError, CheckpointNotFoundError)):
+        resolve_tag(saves)
+
+
+def test_the_first_rank_decides_for_all(saves: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_thread_ranks(monkeypatch)
+
+    def body(ranks: ThreadRanks) -> Any:
+        tag = ["step10", "step2", None][ranks.rank]
+        return resolve_tag(saves, tag, rank=ranks.rank, world_size=3, group=ranks)
+
+    assert run_threads(3, body) == ["step10"] * 3
+
+
+def _check(monkeypatch: pytest.MonkeyPatch, tags: list[str], mode: Any) -> list[Any]:
+    use_thread_ranks(monkeypatch)
+    return run_threads(
+        len(tags), lambda ranks: check_tags(tags[ranks.rank], mode, rank=ranks.rank, world_size=len(tags), group=ranks)
+    )
+
+
+@pytest.mark.parametrize("mode", ["Ignore", "Warn", "Fail"])
+def test_equal_tags_pass_in_silence(mode: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    assert _check(monkeypatch, ["t", "t"], mode) == [None, None]
+    assert caplog.text == ""
+
+
+def test_different_tags_warn_on_the_first_rank_and_say_who_has_which(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert _check(monkeypatch, ["t", "u", "t"], "Warn") == [None] * 3
+    assert "'t' on ranks 0, 2; 'u' on rank 1" in caplog.text
+    assert len(caplog.records) == 1
+
+
+def test_different_tags_fail_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = _check(monkeypatch, ["t", "u"], "Fail")
+    assert all(type(error) is CheckpointError and "'t' on rank 0; 'u' on rank 1" in str(error) for error in errors)
+
+
+def test_different_tags_may_be_ignored(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    assert _check(monkeypatch, ["t", "u"], "Ignore") == [None, None]
+    assert caplog.text == ""

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepspeed.checkpoint import Piece
+from deepspeed.checkpoint.save.snapshot import SnapshotMemory, needed_nbytes
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.uint8, torch.complex64)
+
+
+def _pieces(numels: list[int], seed: int = 0) -> list[Piece]:
+    generator = torch.Generator().manual_seed(seed)
+    values = [torch.randint(0, 2, (numel,), generator=generator) for numel in numels]
+    return [Piece.whole(f"t{n}", value.to(DTYPES[n % len(DTYPES)])) for n, value in enumerate(values)]
+
+
+def _addresses(pieces: list[Piece]) -> list[int]:
+    return [piece.data.data_ptr() for piece in pieces]
+
+
+@given(numels=st.lists(st.integers(0, 300), max_size=12))
+def test_a_snapshot_holds_every_value_and_shares_no_memory_with_the_state(numels: list[int]) -> None:
+    pieces = _pieces(numels)
+    wanted = [piece.data.clone() for piece in pieces]
+    held = SnapshotMemory().hold(pieces)
+    assert held is not None
+    for piece in pieces:
+        piece.data.zero_()
+    assert [(piece.name, piece.shape, piece.start) for piece in held] == [(p.name, p.shape, p.start) for p in pieces]
+    assert all(torch.equal(piece.data, value) for piece, value in zip(held, wanted, strict=True))
+    assert all(piece.data.dtype == value.dtype for piece, value in zip(held, wanted, strict=True))
+
+
+def test_strides_and_views_come_out_in_row_major_order() -> None:
+    whole = torch.arange(24.0).view(4, 6)
+    pieces = [Piece("turned", (6, 4), 0, whole.t()), Piece("part", (24,), 8, whole.view(-1)[8:12])]
+    held = SnapshotMemory().hold(pieces)
+    assert held is not None
+    assert torch.equal(held[0].data.reshape(-1), whole.t().reshape(-1))
+    assert held[1].data.tolist() == [8.0, 9.0, 10.0, 11.0]
+
+
+def test_the_second_snapshot_takes_no_new_memory() -> None:
+    memory = SnapshotMemory()
+    first = memory.hold(_pieces([1000, 7, 300]))
+    nbytes = memory.nbytes
+    second = memory.hold(_pieces([1000, 7, 300], seed=1))
+    assert first is not None
+    assert second is not None
+    assert _addresses(first) == _addresses(second)
+    assert memory.nbytes == nbytes
+
+
+def test_memory_made_ready_ahead_serves_the_save_that_brings_a_little_more() -> None:
+    memory = SnapshotMemory()
+    memory.prepare(_pieces([100_000]))
+    memory._finish_making()
+    nbytes = memory.nbytes
+    assert nbytes > 400_000
+    assert memory.hold(_pieces([100_000, 5000])) is not None
+    assert memory.nbytes == nbytes
+
+
+def test_a_larger_snapshot_takes_more_memory() -> None:
+    memory = SnapshotMemory()
+    memory.hold(_pieces([10]))
+    held = memory.hold(_pieces([2_000_000]))
+    assert held is not None
+    assert memory.nbytes >= 8_000_000
+
+
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_nothing_is_copied_over_the_limit(is_prepared: bool) -> None:
+    pieces = _pieces([1000])
+    memory = SnapshotMemory(limit_nbytes=needed_nbytes(pieces) - 1)
+    if is_prepared:
+        memory.prepare(pieces)
+    assert memory.hold(pieces) is None
+    assert memory.nbytes == 0
+
+
+def test_a_snapshot_as_large_as_the_limit_is_taken() -> None:
+    pieces = _pieces([1000])
+    memory = SnapshotMemory(limit_nbytes=needed_nbytes(pieces))
+    assert memory.hold(pieces) is not None
+    assert memory.nbytes == needed_nbytes(pieces)
+
+
+def test_released_memory_is_taken_again_by_the_next_snapshot() -> None:
+    memory = SnapshotMemory()
+    memory.hold(_pieces([10]))
+    memory.release()
+    assert memory.nbytes == 0
+    assert memory.hold(_pieces([10])) is not None
