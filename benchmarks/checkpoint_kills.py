@@ -108,10 +108,11 @@ class Trap:
                 is_it = count == self.call
                 if is_it and self.is_before:
                     os.kill(os.getpid(), signal.SIGKILL)
-                result = original(*args, **options)
-                if is_it:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return result
+                try:
+                    return original(*args, **options)
+                finally:  # also where the call fails: a folder may be there already
+                    if is_it:
+                        os.kill(os.getpid(), signal.SIGKILL)
 
             return call
 
