@@ -15,7 +15,7 @@ from typing import Any, cast
 from deepspeed.checkpoint.agreement import Ranks, ranks_of, together
 from deepspeed.checkpoint.disk.layouts import Layout, layout_of
 from deepspeed.checkpoint.disk.names import LATEST_FILE
-from deepspeed.checkpoint.disk.tags import describe_tags, find_tag, read_latest
+from deepspeed.checkpoint.disk.tags import find_tag, hint_for, read_latest
 from deepspeed.checkpoint.original.reading.stages import StageSource
 from deepspeed.checkpoint.original.reading.universal import UniversalSource
 from deepspeed.checkpoint.reader import CheckpointReader
@@ -57,8 +57,7 @@ def open_checkpoint(
         wanted = tag if tag is not None else read_latest(Path(load_dir), prefer_universal=prefer_universal)
         if wanted is None:
             raise CheckpointNotFoundError(
-                f"{load_dir} has no file {LATEST_FILE!r}, so a tag is needed. {describe_tags(load_dir)} "
-                "Give one of them, or another folder."
+                f"{load_dir} has no file {LATEST_FILE!r}, so a tag is needed. {hint_for(load_dir)}"
             )
         return [wanted, str(find_tag(Path(load_dir), wanted, by_latest=tag is None).relative_to(load_dir))]
 
@@ -90,5 +89,5 @@ def open_folder(folder: Path, tag: str, ranks: Ranks) -> CheckpointSource:
         return StageSource(folder, tag, ranks)
     raise CheckpointNotFoundError(
         f"{folder} holds no checkpoint of a known layout: no manifest.json and no *_model_states.pt, so it is half-written, "
-        f"damaged or of another program. {describe_tags(folder.parent)} Give one of them."
+        f"damaged or of another program. {hint_for(folder.parent)}"
     )

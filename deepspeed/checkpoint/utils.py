@@ -1,6 +1,7 @@
-"""Nested containers on their way to `torch.save`. The name `deepspeed.checkpoint.utils` is one that clients import.
+"""Nested containers on their way to `torch.save`, and names of the original's files, under a name that clients import.
 
-Does not live here: our own format (`writer`). Called by `engine.whole_model` for `save_16bit_model`, and by clients.
+Does not live here: our own format (`writer`). The names of files are made in
+`original.published.stage_file_names`. Called by `engine.whole_model` for `save_16bit_model`, and by clients.
 """
 
 from __future__ import annotations
@@ -11,7 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["clone_tensors_for_torch_save"]
+from deepspeed.checkpoint.original.published.stage_file_names import (
+    get_layer_ckpt_name_for_rank,
+    get_model_ckpt_name_for_rank,
+    get_zero_ckpt_name_for_rank,
+)
+
+__all__ = [
+    "clone_tensors_for_torch_save",
+    "get_layer_ckpt_name_for_rank",
+    "get_model_ckpt_name_for_rank",
+    "get_zero_ckpt_name_for_rank",
+]
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:

@@ -5,14 +5,20 @@ Lives here: keys and defaults. Does not live here: the format on disk (`checkpoi
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from deepspeed.config.base import ConfigModel
 from deepspeed.config.values import PositiveNumber, PositiveWhole, UpperCase
 
 __all__ = ["CheckpointConfig", "DataStatesConfig", "NebulaConfig", "ParallelWriteConfig", "WriterConfig"]
+
+
+def _absolute(path: str | None) -> str | None:
+    """A path from the folder that is the current one now: it may be another when a copy is made in the background."""
+    return None if path is None else str(Path(path).absolute())
 
 
 def _capital(value: object) -> object:
@@ -102,13 +108,13 @@ class NebulaConfig(ConfigModel):
     enabled: bool = False
     """Use two tiers."""
 
-    nebula_load_path: str | None = None
+    nebula_load_path: Annotated[str | None, AfterValidator(_absolute)] = None
     """Folder of tags in which a load looks second, when the folder that it was given does not have the checkpoint."""
 
     enable_nebula_load: bool = True
     """A load also looks in `nebula_load_path` and `persistent_storage_path`."""
 
-    persistent_storage_path: str | None = None
+    persistent_storage_path: Annotated[str | None, AfterValidator(_absolute)] = None
     """Folder of tags, on any mounted file system, that checkpoints are copied to in the background. The copy is compared
     with its hashes and committed there like a save. Left out: no copies."""
 

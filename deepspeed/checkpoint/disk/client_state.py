@@ -11,6 +11,7 @@
 | torch tensor or Parameter                           | `{"$tensor": number}`               | tensor on the CPU         |
 | torch.dtype, torch.device                           | `$dtype`, `$device`                 | the same                  |
 | NumPy array, NumPy scalar                           | `$ndarray` (number), `$numpy`       | the same                  |
+| complex128 (complex32) tensor, complex128 array     | `$complex_tensor`, `$complex_ndarray` | the same             |
 | pathlib path                                        | `$path`                             | Path                      |
 | argparse.Namespace, types.SimpleNamespace           | `$namespace`, `$simplenamespace`    | the same                  |
 | dataclass instance                                  | `{"$dataclass": [name, fields]}`    | dict of its fields        |
@@ -46,6 +47,9 @@ from deepspeed.errors import CheckpointError
 __all__ = ["UnstorableStateError", "decode_client_state", "encode_client_state"]
 
 _MAX_DEPTH = 100
+
+_SPLIT_DTYPES = (torch.complex128, torch.complex32)
+"""Stored as real and imaginary parts along one more dimension, as safetensors files know complex64 only."""
 
 
 class UnstorableStateError(CheckpointError, TypeError):
@@ -148,9 +152,11 @@ class _Encoder:
             raise _refusal(
                 value, path, "Store a dense tensor with data, for example .to_dense(), .full_tensor() or .dequantize()."
             )
-        dtype_name(value.dtype, path)
-        self.tensors.append(value.detach())
-        return {"$tensor": len(self.tensors) - 1}
+        is_split = value.dtype in _SPLIT_DTYPES
+        stored = torch.view_as_real(value.detach().resolve_conj()) if is_split else value.detach()
+        dtype_name(stored.dtype, path)
+        self.tensors.append(stored)
+        return {"$complex_tensor" if is_split else "$tensor": len(self.tensors) - 1}
 
     def _ndarray(self, value: Any, path: str, depth: int) -> JsonValue:
         if type(value) is not np.ndarray or value.dtype.kind not in "biufc":
@@ -161,8 +167,8 @@ class _Encoder:
         except TypeError as error:
             raise _refusal(value, path, f"Its dtype is {value.dtype}; store another, for example .astype(float).") from error
         encoded = self._tensor(tensor, path, depth)
-        assert isinstance(encoded, dict)  # _tensor gives {"$tensor": number}
-        return {"$ndarray": encoded["$tensor"]}
+        assert isinstance(encoded, dict)  # _tensor gives {"$tensor": number} or {"$complex_tensor": number}
+        return {tag.replace("tensor", "ndarray"): number for tag, number in encoded.items()}
 
     def _numpy_scalar(self, value: Any, path: str, depth: int) -> JsonValue:
         plain = value.item()
@@ -268,6 +274,8 @@ _DECODERS: dict[str, Callable[[_Decoder, Any], Any]] = {
     "$bytearray": lambda decoder, content: bytearray(base64.b64decode(content, validate=True)),
     "$tensor": lambda decoder, content: decoder.tensor(content),
     "$ndarray": lambda decoder, content: decoder.tensor(content).numpy(),
+    "$complex_tensor": lambda decoder, content: torch.view_as_complex(decoder.tensor(content)),
+    "$complex_ndarray": lambda decoder, content: torch.view_as_complex(decoder.tensor(content)).numpy(),
     "$numpy": _decode_numpy,
     "$dtype": lambda decoder, content: _decode_dtype(content),
     "$device": lambda decoder, content: torch.device(content),

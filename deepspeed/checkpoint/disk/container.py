@@ -104,8 +104,9 @@ def dtype_name(dtype: torch.dtype, what: str) -> str:
     if dtype not in _DTYPE_NAMES:
         known = ", ".join(str(known).removeprefix("torch.") for known in _DTYPE_NAMES)
         raise CheckpointError(
-            f"{what} has dtype {dtype}, which a checkpoint file cannot hold. It holds {known}. Convert the tensor, "
-            f"for example complex128 with torch.view_as_real, a quantized tensor with .int_repr()."
+            f"{what} has dtype {dtype}, which a checkpoint file cannot hold. It holds {known}. Convert the tensor: "
+            "complex128 and complex32 with torch.view_as_real, a quantized one with .int_repr(), others with "
+            ".view(torch.uint8). A buffer that need not be saved may be registered with persistent=False."
         )
     return _DTYPE_NAMES[dtype]
 

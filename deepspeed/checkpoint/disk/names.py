@@ -15,6 +15,7 @@ it, and so do the rooms that hand tensors to it.
 from __future__ import annotations
 
 import re
+import unicodedata
 from pathlib import Path, PurePosixPath
 
 from deepspeed.errors import ArgumentError
@@ -30,6 +31,7 @@ __all__ = [
     "is_own_file",
     "master_tensor",
     "module_tensor",
+    "new_tag_folder",
     "optimizer_tensor",
     "rank_of_shard",
     "rank_state_tensor",
@@ -46,6 +48,12 @@ CLIENT_STATE_FILE = "client_state.json"
 
 RANK_STATE_FIELD = "rank_state"
 """Field of a shard's safetensors metadata that holds the JSON of that rank's own state."""
+
+_MAX_PART_NBYTES = 255 - len("..replaced-") - 16
+"""What file systems allow, less what `folders` puts around the name of a folder that it sets aside."""
+
+_UNREADABLE = ("Cc", "Cs")
+"""Unicode categories: control characters (a reader of text changes some), and what UTF-8 cannot encode."""
 
 _SHARD_FILE = re.compile(r"rank_(\d{5,})\.safetensors")
 _LOOKS_LIKE_A_FRAGMENT = re.compile(r"@\d+$")
@@ -115,14 +123,37 @@ def tag_folder(save_dir: Path, tag: str) -> Path:
     """Folder of a tag, after checking that the tag stays inside `save_dir` and clashes with none of our own names.
 
     Raises:
-        ArgumentError: an empty or absolute tag, one with `..`, one that starts with a dot, `latest` or
-            `latest_universal`.
+        ArgumentError: an empty or absolute tag, one with `..`, or one of which a part starts with a dot or the first is
+            `latest` or `latest_universal`.
     """
     parts = PurePosixPath(tag).parts
     is_bad = not parts or tag.startswith("/") or "\0" in tag or any(part.startswith(".") for part in parts)
-    if is_bad or tag in (LATEST_FILE, LATEST_UNIVERSAL_FILE):
+    if is_bad or parts[0] in (LATEST_FILE, LATEST_UNIVERSAL_FILE):
         raise ArgumentError(
             f"tag={tag!r} cannot name a checkpoint folder in {save_dir}. Give a relative name such as 'global_step100' "
-            f"that is not {LATEST_FILE!r} or {LATEST_UNIVERSAL_FILE!r} and of which no part starts with a dot."
+            f"that does not begin with the part {LATEST_FILE!r} or {LATEST_UNIVERSAL_FILE!r} and of which no part starts "
+            "with a dot."
         )
     return save_dir.joinpath(*parts)
+
+
+def new_tag_folder(save_dir: Path, tag: str) -> Path:
+    """Folder of a tag that is to be saved: `tag_folder`, where also the names beside it must be possible and `latest` must
+    lead back to it.
+
+    Raises:
+        ArgumentError: as `tag_folder`; white space around the tag, control characters in it, or a part that is too long.
+    """
+    folder = tag_folder(save_dir, tag)
+    if tag != tag.strip() or any(unicodedata.category(character) in _UNREADABLE for character in tag):
+        raise ArgumentError(
+            f"tag={tag!r} has white space around it or control characters in it, so the file {LATEST_FILE!r} could not lead "
+            "back to it. Give a tag without them."
+        )
+    longest = max(PurePosixPath(tag).parts, key=lambda part: len(part.encode()))
+    if len(longest.encode()) > _MAX_PART_NBYTES:
+        raise ArgumentError(
+            f"tag={tag!r} is too long: {longest!r} has {len(longest.encode())} bytes. A folder's name may have "
+            f"{_MAX_PART_NBYTES}, since the folder that a save works in has a longer one. Give a shorter tag."
+        )
+    return folder

@@ -24,6 +24,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import ClassVar
 
 import xxhash
 from typing_extensions import Self
@@ -235,7 +236,13 @@ class Lock:
 
 
 class Storage:
-    """The file system. Every method raises OSError when the system refuses."""
+    """The file system. Every method raises OSError when the system refuses.
+
+    Attributes:
+        is_kept: what is written can be read afterwards.
+    """
+
+    is_kept: ClassVar[bool] = True
 
     def __init__(self, options: WriteOptions | None = None) -> None:
         self.options = options or WriteOptions()

@@ -27,13 +27,13 @@ def open_record(archive: zipfile.ZipFile, name: str, nbytes: int) -> IO[bytes]:
 
     Args:
         archive: open for writing, into a file or a pipe.
-        name: in ASCII, with the archive's folder.
+        name: with the archive's folder.
         nbytes: that will be written.
     """
     info = zipfile.ZipInfo(name)  # dated 1980: equal content gives equal files
     is_large = nbytes > _ZIP64_FROM_NBYTES
     assert archive.fp is not None  # it is open for writing
-    begin = archive.fp.tell() + _LOCAL_HEADER_NBYTES + len(name) + (_ZIP64_FIELD_NBYTES if is_large else 0)
+    begin = archive.fp.tell() + _LOCAL_HEADER_NBYTES + len(name.encode()) + (_ZIP64_FIELD_NBYTES if is_large else 0)
     padding_nbytes = -(begin + struct.calcsize("<HH")) % ALIGNMENT_NBYTES
     info.extra = struct.pack("<HH", _PADDING_FIELD, padding_nbytes) + bytes(padding_nbytes)
     return archive.open(info, "w", force_zip64=is_large)

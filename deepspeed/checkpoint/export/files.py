@@ -78,7 +78,8 @@ def export_weights(
 
     Args:
         source: the checkpoint.
-        output_dir: created if it lacks. Weights of an earlier export are replaced, all other files stay.
+        output_dir: created if it lacks. Weights of an earlier export in the same format are replaced, all other files stay;
+            a warning names weights in the other format.
         dtype: type of all floating-point values, in the spelling of safetensors; None keeps each as it is stored.
         max_shard_size: limit per file, as `shard_plan.parse_nbytes` reads it; None for one file.
         safe_serialization: safetensors instead of torch files. Tied weights are then written under each name.
@@ -123,6 +124,7 @@ class _Export:
         self._weights = weights
         self._dtype = dtype
         self._kind = kind
+        self._other = TORCH_FILE if kind == SAFETENSORS_FILE else SAFETENSORS_FILE
         self._plan = plan
         self._progress = progress
 
@@ -176,7 +178,7 @@ class _Export:
         if self._plan.index_file is not None:
             storage.write_file(working / self._plan.index_file, self._plan.index().encode())
             files.append(self._plan.index_file)
-        earlier = {path.name for path in output_dir.iterdir() if path.is_file() and self._may_replace(path.name)}
+        earlier = {path.name for path in output_dir.iterdir() if path.is_file() and _is_of_kind(path.name, self._kind)}
         if self._plan.index_file in earlier:
             storage.remove(output_dir / self._plan.index_file)
             earlier.remove(self._plan.index_file)
@@ -185,12 +187,21 @@ class _Export:
         for name in earlier - {*files}:
             storage.remove(output_dir / name)
         storage.sync_folder(output_dir)
+        others = sorted(path.name for path in output_dir.iterdir() if path.is_file() and _is_of_kind(path.name, self._other))
+        if others:
+            _logger.warning(
+                "%s also holds weights of an earlier export in the other format (%s). Some programs, such as transformers, "
+                "read safetensors before torch files: remove the older ones, or export them again too.",
+                output_dir,
+                ", ".join(others),
+            )
         return [output_dir / name for name in files]
 
-    def _may_replace(self, name: str) -> bool:
-        """Whether a file of that name is the whole, a shard or the index of weights of the same kind."""
-        stem, _, suffix = self._kind.rpartition(".")
-        return re.fullmatch(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.{suffix}(\.index\.json)?", name) is not None
+
+def _is_of_kind(name: str, kind: str) -> bool:
+    """Whether a file of that name is the whole, a shard or the index of weights whose whole is named `kind`."""
+    stem, _, suffix = kind.rpartition(".")
+    return re.fullmatch(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.{suffix}(\.index\.json)?", name) is not None
 
 
 def _items(weights: Sequence[Weight], dtype: str | None, safe_serialization: bool) -> list[Item]:

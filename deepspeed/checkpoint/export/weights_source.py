@@ -19,7 +19,7 @@ from deepspeed.checkpoint.disk.layouts import Layout, layout_of
 from deepspeed.checkpoint.disk.manifest import Manifest, Part, parts_of
 from deepspeed.checkpoint.disk.names import LATEST_FILE, MANIFEST_FILE
 from deepspeed.checkpoint.disk.safetensors_header import ITEM_NBYTES, Places, check_dtype, read_into, read_places
-from deepspeed.checkpoint.disk.tags import describe_tags, find_tag, read_latest
+from deepspeed.checkpoint.disk.tags import find_tag, hint_for, read_latest
 from deepspeed.checkpoint.export.weights_table import Weight
 from deepspeed.errors import CheckpointDamagedError, CheckpointNotFoundError
 
@@ -65,10 +65,7 @@ def find_checkpoint(load_dir: str | os.PathLike[str], tag: str | None = None) ->
         raise CheckpointNotFoundError(f"{folder} is no folder. Give the one that holds the tags and {LATEST_FILE!r}.")
     wanted = tag if tag is not None else read_latest(folder)
     if wanted is None:
-        raise NoLatestError(
-            f"{folder} has no file {LATEST_FILE!r}, so a tag is needed. {describe_tags(folder)} Give one of them, or "
-            "another folder."
-        )
+        raise NoLatestError(f"{folder} has no file {LATEST_FILE!r}, so a tag is needed. {hint_for(folder)}")
     return find_tag(folder, wanted, by_latest=tag is None)
 
 

@@ -16,7 +16,6 @@ import io
 import os
 import pickle
 import pickletools
-import struct
 import sys
 import zipfile
 from collections import OrderedDict
@@ -30,6 +29,7 @@ import torch
 from torch import Tensor
 from torch._utils import _rebuild_tensor_v2
 
+from deepspeed.checkpoint.disk.torch_records import ALIGNMENT_NBYTES, open_record
 from deepspeed.checkpoint.original.stand_ins import GLOBAL_NAMES
 from deepspeed.errors import CheckpointError
 
@@ -41,14 +41,9 @@ _PROTOCOL = 2
 _FORMAT_VERSION = b"3\n"
 """Of the archive: torch 1.6 and later."""
 
-_ALIGNMENT_NBYTES = 64
 _BLOCK_NUMEL = 1 << 20
 _OWN_PACKAGE = __name__.partition(".")[0]
 _ORIGINAL_NAMES = {f"{record.__module__}.{record.__qualname__}": name for record, name in GLOBAL_NAMES.items()}
-_LOCAL_HEADER_NBYTES = 30
-_ZIP64_FIELD_NBYTES = 20
-_PADDING_FIELD = 0x4246  # the zip field in which torch hides its padding
-_EARLIEST = (1980, 1, 1, 0, 0, 0)
 
 _STORAGES: dict[torch.dtype, Any] = {
     torch.float64: torch.DoubleStorage,
@@ -113,7 +108,7 @@ def save_archive(obj: Any, path: Path) -> int:
         with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
             _write_record(archive, f"{path.stem}/data.pkl", content)
             _write_record(archive, f"{path.stem}/.format_version", b"1")
-            _write_record(archive, f"{path.stem}/.storage_alignment", str(_ALIGNMENT_NBYTES).encode())
+            _write_record(archive, f"{path.stem}/.storage_alignment", str(ALIGNMENT_NBYTES).encode())
             _write_record(archive, f"{path.stem}/byteorder", sys.byteorder.encode())
             for number, tensor in enumerate(pickler.tensors):
                 _write_tensor(archive, f"{path.stem}/data/{number}", tensor)
@@ -198,32 +193,14 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _write_record(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
-    with archive.open(_record_info(archive, name, len(data)), "w") as record:
+    with open_record(archive, name, len(data)) as record:
         record.write(data)
 
 
 def _write_tensor(archive: zipfile.ZipFile, name: str, tensor: StreamedTensor) -> None:
-    nbytes = tensor.numel * tensor.dtype.itemsize
     block = torch.empty(min(tensor.numel, _BLOCK_NUMEL), dtype=tensor.dtype)
-    info = _record_info(archive, name, nbytes)
-    with archive.open(info, "w", force_zip64=_is_large(nbytes)) as record:
+    with open_record(archive, name, tensor.numel * tensor.dtype.itemsize) as record:
         for start in range(0, tensor.numel, _BLOCK_NUMEL):
             out = block[: min(_BLOCK_NUMEL, tensor.numel - start)]
             tensor.fill(start, out)
             record.write(out.view(torch.uint8).numpy().data)
-
-
-def _record_info(archive: zipfile.ZipFile, name: str, nbytes: int) -> zipfile.ZipInfo:
-    """A record whose elements will begin at a multiple of the alignment, so that a reader can map them."""
-    info = zipfile.ZipInfo(name, _EARLIEST)
-    info.file_size = nbytes
-    assert archive.fp is not None  # it is open for writing
-    begin = archive.fp.tell() + _LOCAL_HEADER_NBYTES + len(name.encode()) + _ZIP64_FIELD_NBYTES * _is_large(nbytes)
-    field_header = struct.calcsize("<HH")
-    padding = -(begin + field_header) % _ALIGNMENT_NBYTES
-    info.extra = struct.pack("<HH", _PADDING_FIELD, padding) + bytes(padding)
-    return info
-
-
-def _is_large(nbytes: int) -> bool:
-    return nbytes > zipfile.ZIP64_LIMIT

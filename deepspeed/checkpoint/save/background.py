@@ -125,7 +125,7 @@ class Saver:
             content,
             everybody,
             hold=self._memory.hold if is_background else None,
-            check=self._tiers.raise_failure,
+            check=partial(self._tiers.before_save, save_dir),
             save_latest=save_latest,
             storage=self.owner.storage,
         )
@@ -205,7 +205,7 @@ class Saver:
             return
         if self._plan.shows_statistics and self._rank == 0:
             _logger.info("%s", statistics(committed, time.monotonic() - began, blocked_seconds))
-        if committed.folder.is_dir():  # MOCK writes none
+        if started.is_kept and committed.folder.is_dir():  # a storage of a client's own may write elsewhere
             if self._plan.leaves_scripts:
                 _leave_scripts(started.save_dir)
             self._tiers.after_commit(started.save_dir, started.tag)

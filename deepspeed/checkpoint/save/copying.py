@@ -79,7 +79,7 @@ def commit_copy(
         progress: as for `copy_checkpoint`.
     """
     entries = Manifest.parse(manifest, names.MANIFEST_FILE).files
-    final, token = names.tag_folder(target_dir, tag), new_token()
+    final, token = names.new_tag_folder(target_dir, tag), new_token()
     working = working_folder(final, token)
     lock = None
     try:

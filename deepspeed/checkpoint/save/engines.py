@@ -172,6 +172,8 @@ class _NoLock(Lock):
 class MockStorage(Storage):
     """Takes everything and keeps nothing: what a save costs without the disk. No checkpoint comes of it."""
 
+    is_kept: ClassVar[bool] = False
+
     def make_folder(self, path: Path) -> None:
         """Make nothing."""
 

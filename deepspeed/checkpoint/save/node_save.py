@@ -92,7 +92,7 @@ class _NodeSave(StartedSave):
 
     def join(self, reports: list[JsonValue]) -> JsonValue:
         """On rank 0: see that all elements are written somewhere, and collect what every node must know."""
-        names.tag_folder(self.save_dir, self.tag)
+        names.new_tag_folder(self.save_dir, self.tag)
         described = cast("list[dict[str, Any]]", reports)
         joined = join([report["pieces"] for report in described])
         repeated = [piece for piece in self._pieces if piece.name.startswith(_REPEATED)]

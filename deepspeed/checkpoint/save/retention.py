@@ -22,7 +22,9 @@ from deepspeed.checkpoint.disk import strict_json
 from deepspeed.checkpoint.disk.folders import new_token, working_folder
 from deepspeed.checkpoint.disk.names import LATEST_FILE, LATEST_UNIVERSAL_FILE, MANIFEST_FILE, is_own_file
 from deepspeed.checkpoint.disk.storage import Storage
+from deepspeed.checkpoint.disk.tags import read_tag_file
 from deepspeed.common.logging import get_logger
+from deepspeed.errors import CheckpointNotFoundError
 
 __all__ = ["KeepRules", "SavedTag", "remove_superseded", "saved_tags", "superseded"]
 
@@ -122,8 +124,12 @@ def remove_superseded(
     """
     if rules.last is None and rules.every is None:
         return []
-    named = {tag for file in (LATEST_FILE, LATEST_UNIVERSAL_FILE) if (tag := _read_tag(save_dir / file)) is not None}
-    kept = {just_saved, *named, *protected}
+    try:
+        named = {read_tag_file(save_dir / file) for file in (LATEST_FILE, LATEST_UNIVERSAL_FILE)}
+    except CheckpointNotFoundError as error:
+        _logger.warning("no checkpoint is removed, as it is not known which one is the latest. %s", error)
+        return []
+    kept = {just_saved, *protected, *(tag for tag in named if tag is not None)}
     return [tag for tag in superseded(saved_tags(save_dir), rules, kept) if _remove(save_dir / tag, storage)]
 
 
@@ -148,10 +154,3 @@ def _remove(folder: Path, storage: Storage) -> bool:
         return False
     _logger.info("removed %s: checkpoint.keep_last and keep_every do not keep it.", folder)
     return True
-
-
-def _read_tag(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except FileNotFoundError:
-        return None

@@ -36,7 +36,7 @@ from deepspeed.checkpoint.save.copying import copy_checkpoint
 from deepspeed.checkpoint.save.retention import KeepRules, remove_superseded
 from deepspeed.common.logging import get_logger
 from deepspeed.config.checkpoint import CheckpointConfig, NebulaConfig
-from deepspeed.errors import CheckpointError, CheckpointNotFoundError
+from deepspeed.errors import ArgumentError, CheckpointError, CheckpointNotFoundError
 
 __all__ = ["Keeper", "PersistentTier", "Saved", "Tiers", "choose_load_dir", "load_places", "tiers_of"]
 
@@ -86,6 +86,18 @@ class PersistentTier:
         """Tags that are being copied, or wait for it: they must stay in the fast tier."""
         with self._guard:
             return {saved.tag for saved in (self._copying, self._waiting) if saved is not None}
+
+    def check_apart(self, save_dir: Path) -> None:
+        """See that this tier is another folder than the one saved to, from which older checkpoints are removed.
+
+        Raises:
+            ArgumentError: it is the same.
+        """
+        if save_dir.resolve() == self._path.resolve():
+            raise ArgumentError(
+                f"save_dir={save_dir} is nebula.persistent_storage_path ({self._path}): older checkpoints of save_dir are "
+                "removed, those of the other folder stay. Give two different folders."
+            )
 
     def offer(self, saved: Saved) -> None:
         """Copy a checkpoint in the background if the last copy began long enough ago; returns at once.
@@ -178,30 +190,39 @@ class Tiers:
 
     def after_commit(self, save_dir: Path, tag: str) -> None:
         """To be called on rank 0 when a checkpoint is on the disk. Never raises for what the system refuses."""
-        saved = Saved(save_dir, tag, is_latest=read_latest(save_dir) == tag)
+        saved = Saved(save_dir, tag, is_latest=_is_latest(save_dir, tag))
         in_use: set[str] = set()
         if self.persistent is not None:
             self.persistent.offer(saved)
             in_use = self.persistent.tags_in_use
         self.keeper.apply(saved, in_use)
 
-    def raise_failure(self) -> None:
+    def before_save(self, save_dir: Path) -> None:
         """To be called on rank 0 at the start of each save, with the result agreed by all ranks.
 
         Raises:
+            ArgumentError: `save_dir` is the persistent tier too.
             CheckpointError: a copy to the persistent tier had failed.
         """
         if self.persistent is not None:
+            self.persistent.check_apart(save_dir)
             self.persistent.raise_failure()
 
     def close(self) -> None:
         """Wait for the copy that goes on.
 
         Raises:
-            CheckpointError: as `raise_failure`.
+            CheckpointError: a copy to the persistent tier failed.
         """
         if self.persistent is not None:
             self.persistent.wait()
+
+
+def _is_latest(save_dir: Path, tag: str) -> bool:
+    try:
+        return read_latest(save_dir) == tag
+    except CheckpointNotFoundError:  # a load says what is wrong with the file, and retention keeps all
+        return False
 
 
 def _manifest_of(folder: Path) -> bytes | None:
@@ -241,10 +262,10 @@ def choose_load_dir(load_dir: Path, tag: str | None, others: Sequence[Path]) -> 
     """
     misses = []
     for place in (load_dir, *others):
-        wanted = tag if tag is not None else read_latest(place)
-        if wanted is None:
-            continue
         try:
+            wanted = tag if tag is not None else read_latest(place)
+            if wanted is None:
+                continue
             find_tag(place, wanted, by_latest=tag is None)
         except CheckpointNotFoundError as error:
             misses.append(str(error))

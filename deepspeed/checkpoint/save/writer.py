@@ -198,6 +198,11 @@ class StartedSave:
         rank = self._rank
         if rank == 0:
             check()
+    @property
+    def is_kept(self) -> bool:
+        """Whether a checkpoint comes of it; not with a storage that only takes the time."""
+        return self._storage.is_kept
+
         self._pieces = list(content.pieces)
         self._rank_state = self._take(content.rank_state, "rank_state", lambda number: names.rank_state_tensor(rank, number))
         if rank == 0:
@@ -214,14 +219,16 @@ class StartedSave:
         described = cast("list[dict[str, JsonValue]]", reports)
         self._world_size = len(described)
         self._tensors = _join([report["pieces"] for report in described])
-        final = names.tag_folder(self.save_dir, self.tag)
+        final = names.new_tag_folder(self.save_dir, self.tag)
         try:
             for parent in {self.save_dir, final.parent}:
                 clean(parent, self._storage)
             working, self._lock = claim(final, self._storage)
             self._working = working
         except OSError as error:
-            raise CheckpointError(f"could not make a folder for tag {self.tag!r} in {self.save_dir}: {error}.") from error
+            raise CheckpointError(
+                f"could not make a folder for tag {self.tag!r} in {self.save_dir}: {error}. {_cure(error)}"
+            ) from error
         return {
             "working": str(working.relative_to(self.save_dir)),
             "is_held": all(report["is_held"] for report in described),
@@ -377,3 +384,5 @@ def _cure(error: OSError) -> str:
     if error.errno == errno.ENOENT:
         return "The folder that rank 0 made is not there: save_dir must be on a file system that all ranks see."
     return "Correct the cause and save again."
+    if error.errno in (errno.EEXIST, errno.ENOTDIR):
+        return "A file stands where a folder is needed. Remove it, or give another save_dir or tag."

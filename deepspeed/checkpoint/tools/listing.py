@@ -14,7 +14,7 @@ from rich.console import RenderableType
 from deepspeed.checkpoint.disk.folders import set_aside
 from deepspeed.checkpoint.disk.layouts import Layout
 from deepspeed.checkpoint.disk.storage import Storage
-from deepspeed.checkpoint.disk.tags import find_tag
+from deepspeed.checkpoint.disk.tags import find_tag, hint_for
 from deepspeed.checkpoint.tools.facts import Facts, files_in, look_at
 from deepspeed.checkpoint.tools.output import DAMAGED, FINE, Report, line, nbytes_text, table
 from deepspeed.checkpoint.tools.places import Place, all_tags, latest_files
@@ -58,7 +58,7 @@ def _tables(
     rows = [_row(facts, named_by) for facts in tags]
     shown: list[RenderableType] = [table(str(load_dir), columns, rows, right=("step", "size", "ranks", "ZeRO"))]
     if not tags:
-        shown = [line(f"{load_dir} holds no checkpoint.")]
+        shown = [line(f"{load_dir} holds no checkpoint. {hint_for(load_dir)}")]
     shown += [line(f"DAMAGED {facts.tag}: {facts.fault}", "red") for facts in tags if facts.fault]
     shown += [line(f"DAMAGED {file}: it names {tag!r}, which is not there.", "red") for file, tag in dangling.items()]
     if left_overs:

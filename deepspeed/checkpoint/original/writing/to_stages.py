@@ -26,7 +26,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
-from deepspeed.checkpoint.disk.names import LATEST_FILE, tag_folder
+from deepspeed.checkpoint.disk.names import LATEST_FILE, new_tag_folder
 from deepspeed.checkpoint.disk.storage import Storage
 from deepspeed.checkpoint.original.pickles import save_archive
 from deepspeed.checkpoint.original.scaler_states import scaler_record
@@ -103,7 +103,7 @@ def write_stages(
         OSError: the system refused, e.g. a full disk. Nothing is left of the new folder then.
     """
     storage = storage or Storage()
-    output = tag_folder(Path(output_dir).absolute(), source.tag if tag is None else tag)
+    output = new_tag_folder(Path(output_dir).absolute(), source.tag if tag is None else tag)
     if output.exists():
         raise ArgumentError(f"{output} exists already. Remove it, or give another tag or output folder.")
     files = _plan(source, stage, world_size, dtype)

@@ -19,11 +19,12 @@ from hypothesis.extra import numpy as hnp
 
 from deepspeed.checkpoint.disk import client_state, strict_json
 from deepspeed.checkpoint.disk.client_state import UnstorableStateError, decode_client_state, encode_client_state
+from deepspeed.checkpoint.disk.container import dtype_name
 from deepspeed.errors import CheckpointError
 
 _PAGE = (Path(__file__).parents[4] / "docs/reference/checkpoint-format.md").read_text()
 _NUMPY_DTYPES = ["bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
-_NUMPY_DTYPES += ["float16", "float32", "float64", "complex64"]
+_NUMPY_DTYPES += ["float16", "float32", "float64", "complex64", "complex128"]
 _TORCH_DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn]
 
 
@@ -216,8 +217,23 @@ def test_anything_else_is_refused_with_its_place_and_a_cure(state: object, place
 
 
 def test_a_dtype_without_a_place_in_the_file_is_refused_by_path() -> None:
-    with pytest.raises(CheckpointError, match=r"client_state\['x'\] has dtype torch.complex128"):
-        encode_client_state({"x": torch.ones(2, dtype=torch.complex128)})
+    with pytest.raises(CheckpointError, match=r"client_state\['x'\] has dtype torch.float8_e8m0fnu.*\.view\(torch.uint8\)"):
+        encode_client_state({"x": torch.ones(2).to(torch.float8_e8m0fnu)})
+
+
+@pytest.mark.parametrize("shape", [(), (2, 3), (0, 4)])
+@pytest.mark.parametrize("dtype", [torch.complex128, torch.complex32], ids=str)
+def test_complex_numbers_that_files_do_not_know_are_stored_as_their_parts(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    values = torch.view_as_complex(torch.randn(*shape, 2, dtype=torch.float64)).to(dtype)
+    encoded, tensors = encode_client_state([values, values.conj()])
+    back, conjugate = decode_client_state(encoded, lambda number: tensors[number])
+    assert all(dtype_name(tensor.dtype, "it") in ("F64", "F16") for tensor in tensors)
+    assert back.dtype == conjugate.dtype == dtype
+    assert back.shape == shape
+    assert torch.equal(torch.view_as_real(back), torch.view_as_real(values))
+    assert torch.equal(torch.view_as_real(conjugate), torch.view_as_real(values.conj().resolve_conj()))
 
 
 def test_a_structure_that_contains_itself_is_refused() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed.checkpoint.disk import names
+from deepspeed.checkpoint.disk.folders import new_token
 from deepspeed.errors import ArgumentError
 
 _NAMES = st.text("ab@0123/", min_size=1, max_size=6)
@@ -38,10 +40,53 @@ def test_ordinary_tags_name_a_folder_inside(tag: str) -> None:
     assert names.tag_folder(Path("saves"), tag) == Path("saves") / tag
 
 
-@pytest.mark.parametrize("tag", ["", ".", "..", "../other", "/abs", "a/../b", ".hidden", "a/.b", "latest", "nul\0"])
+@pytest.mark.parametrize(
+    "tag",
+    [
+        "",
+        ".",
+        "..",
+        "../other",
+        "/abs",
+        "a/../b",
+        ".hidden",
+        "a/.b",
+        "latest",
+        "latest/x",
+        "latest/",
+        "latest_universal/x",
+        "nul\0",
+    ],
+)
 def test_tags_that_leave_the_folder_or_clash_with_our_names_are_refused(tag: str) -> None:
     with pytest.raises(ArgumentError, match="relative name"):
         names.tag_folder(Path("saves"), tag)
+
+
+@pytest.mark.parametrize("tag", ["a ", " a", "a\n", "a\rb", "a\0", "a/b\t", "\udce9"])
+def test_tags_that_latest_could_not_lead_back_to_are_not_saved_under(tag: str) -> None:
+    with pytest.raises(ArgumentError, match="Give a"):
+        names.new_tag_folder(Path("saves"), tag)
+
+
+@given(st.text(st.characters(exclude_characters="/"), min_size=1, max_size=6))
+def test_a_tag_that_is_saved_under_survives_its_way_through_a_text_file(tag: str) -> None:
+    try:
+        names.new_tag_folder(Path("saves"), tag)
+    except ArgumentError:
+        return
+    text = io.TextIOWrapper(io.BytesIO(tag.encode()), encoding="utf-8").read()
+    assert text.strip() == tag
+
+
+def test_a_tag_leaves_room_for_the_names_beside_its_folder(tmp_path: Path) -> None:
+    longest = "\N{LATIN SMALL LETTER E WITH ACUTE}" * 114
+    final = names.new_tag_folder(tmp_path, f"a/{longest}")
+    assert len(final.name.encode()) == 228
+    final.with_name(f".{final.name}.replaced-{new_token()}").mkdir(parents=True)
+    with pytest.raises(ArgumentError, match=r"too long: .* has 229 bytes. A folder's name may have 228"):
+        names.new_tag_folder(tmp_path, longest + "x")
+    assert names.tag_folder(tmp_path, longest + "x").name == longest + "x"  # to read what others have saved
 
 
 def test_only_the_files_of_the_format_are_its_own() -> None:

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deepspeed.checkpoint.disk.tags import list_tags
+from deepspeed.checkpoint import open_checkpoint
+from deepspeed.checkpoint.disk.tags import hint_for, list_tags
 from deepspeed.checkpoint.tag_agreement import check_tags, resolve_tag
-from deepspeed.errors import ArgumentError, CheckpointError, CheckpointNotFoundError
+from deepspeed.errors import CheckpointError, CheckpointNotFoundError
 from tests.unit.checkpoint.thread_ranks import ThreadRanks, run_threads, use_thread_ranks
 
 
@@ -60,11 +62,44 @@ def test_a_dangling_latest_says_that_latest_names_it(saves: Path) -> None:
         resolve_tag(saves)
 
 
-@pytest.mark.parametrize("content", [b"", b"../../etc", b"\xff\xfe\x00"])
-def test_a_damaged_latest_is_an_error_and_leads_nowhere(saves: Path, content: bytes) -> None:
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [(b"", "is empty"), (b" \n", "is empty"), (b"../../etc", "holds '../../etc'"), (b"\xff\xfe\x00", "can be no tag")],
+)
+def test_a_damaged_latest_is_an_error_and_leads_nowhere(saves: Path, content: bytes, what: str) -> None:
     (saves / "latest").write_bytes(content)
-    with pytest.raises((ArgumentError, CheckpointNotFoundError)):
+    with pytest.raises(CheckpointNotFoundError) as caught:
         resolve_tag(saves)
+    assert str(saves / "latest") in str(caught.value)
+    assert what in str(caught.value)
+    assert str(caught.value).endswith("Tags there: 'other', 'step2', 'step10'. Give one of them as tag, or another folder.")
+
+
+def test_a_folder_called_latest_is_an_error_with_a_cure(saves: Path) -> None:
+    (saves / "latest").unlink()
+    (saves / "latest").mkdir()
+    with pytest.raises(CheckpointNotFoundError, match=r"latest cannot be read: Is a directory. Tags there: .*Give one"):
+        resolve_tag(saves)
+    assert resolve_tag(saves, "step2") == "step2"
+
+
+def test_the_folder_of_a_tag_in_place_of_the_one_above_is_told_apart(saves: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cure = f"is itself the folder of a tag: give the folder above it, {saves}, and tag 'step2'."
+    assert cure in hint_for(saves / "step2")
+    with pytest.raises(CheckpointNotFoundError, match=re.escape(cure)):
+        resolve_tag(saves / "step2", "step2")
+    with pytest.raises(CheckpointNotFoundError, match=re.escape(cure)):
+        open_checkpoint(saves / "step2")
+    monkeypatch.chdir(saves / "step2")
+    assert cure in hint_for(".")
+
+
+def test_a_file_in_place_of_the_folder_is_told_apart(saves: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="latest is a file: give the folder that holds the tags"):
+        resolve_tag(saves / "latest")
+    with pytest.raises(CheckpointNotFoundError, match="latest is a file: give the folder that holds the tags"):
+        resolve_tag(saves / "latest", "step2")
+    assert hint_for(saves / "nowhere") == "Tags there: none. Give another folder."
 
 
 def test_the_first_rank_decides_for_all(saves: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,6 +127,16 @@ def test_an_export_replaces_the_one_before_and_leaves_other_files_alone(tmp_path
         (tmp_path / "aside").rename(out / "model.safetensors")
 
 
+def test_weights_of_an_earlier_export_in_the_other_format_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_net(tmp_path / "in")
+    source = open_weights(tmp_path / "in")
+    export_weights(source, tmp_path / "out", safe_serialization=True, max_shard_size=300)
+    assert caplog.text == ""
+    export_weights(source, tmp_path / "out")
+    assert "in the other format (model-00001-of-" in caplog.text
+    assert "model.safetensors.index.json" in caplog.text
+
+
 def test_a_full_disk_leaves_the_weights_that_were_there(tmp_path: Path) -> None:
     save_net(tmp_path / "in")
     out, source = tmp_path / "out", open_weights(tmp_path / "in")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from deepspeed.checkpoint.disk import torch_records
 from deepspeed.checkpoint.original import pickles
 from deepspeed.checkpoint.original.archive import check_archive, load_archive
 from deepspeed.checkpoint.original.pickles import StreamedTensor, save_archive
@@ -103,7 +104,7 @@ def test_the_pickle_is_like_that_of_torch_but_for_the_names(tmp_path: Path) -> N
 
 
 def test_elements_begin_at_multiples_of_64_bytes_so_the_file_can_be_mapped(tmp_path: Path) -> None:
-    path = tmp_path / "some_name.pt"
+    path = tmp_path / "some_n\u00e4me.pt"
     save_archive([_counting((n,)) for n in (1, 5, 33, 0, 7)], path)
     assert [_offset(path, number) % 64 for number in range(5)] == [0] * 5
     mapped = torch.load(path, weights_only=True, mmap=True)
@@ -111,7 +112,7 @@ def test_elements_begin_at_multiples_of_64_bytes_so_the_file_can_be_mapped(tmp_p
 
 
 def test_a_record_beyond_4_gib_is_found_where_its_header_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 16)  # from here on the long form of the headers is used
+    monkeypatch.setattr(torch_records, "_ZIP64_FROM_NBYTES", 16)  # from here on the long form of the headers is used
     save_archive([_counting((3,)), _counting((50,)), _counting((40,))], tmp_path / "a.pt")
     assert [_offset(tmp_path / "a.pt", number) % 64 for number in range(3)] == [0] * 3
     assert [tensor.numel() for tensor in torch.load(tmp_path / "a.pt", weights_only=True, mmap=True)] == [3, 50, 40]

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.checkpoint import Piece, open_checkpoint
+from deepspeed.checkpoint import Piece, list_tags, open_checkpoint
 from deepspeed.checkpoint.disk.storage import HashedFile, Storage
 from deepspeed.checkpoint.save.background import SavePlan, Saver, statistics
-from deepspeed.checkpoint.save.engines import CheckpointEngine
+from deepspeed.checkpoint.save.engines import CheckpointEngine, MockStorage
 from deepspeed.checkpoint.save.tiers import tiers_of
 from deepspeed.checkpoint.save.writer import Committed, Content
 from deepspeed.config.checkpoint import CheckpointConfig, NebulaConfig
@@ -147,6 +147,16 @@ def test_the_rules_of_retention_are_applied_behind_training(tmp_path: Path) -> N
 
 
 def test_scripts_are_left_where_the_plan_says_so(tmp_path: Path) -> None:
+def test_a_writer_that_writes_nothing_removes_nothing(tmp_path: Path) -> None:
+    real = _saver(SavePlan())
+    for tag in ("a", "b"):
+        real.save(tmp_path, tag, _content(1.0))
+    mock = _saver(SavePlan(), MockStorage(), keep_last=1)
+    mock.save(tmp_path, "b", _content(2.0))
+    assert list_tags(tmp_path) == ["a", "b"]
+    assert open_checkpoint(tmp_path, "b").read("module/w").tolist() == [1.0] * 5
+
+
     saver = _saver(SavePlan(leaves_scripts=True))
     saver.save(tmp_path, "t", _content(1.0))
     assert (tmp_path / "zero_to_fp32.py").is_file()

@@ -13,7 +13,7 @@ from deepspeed.checkpoint.save.copying import copy_checkpoint
 from deepspeed.checkpoint.save.retention import KeepRules
 from deepspeed.checkpoint.save.tiers import Keeper, PersistentTier, Saved, Tiers, choose_load_dir, load_places, tiers_of
 from deepspeed.config.checkpoint import CheckpointConfig, NebulaConfig
-from deepspeed.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
+from deepspeed.errors import ArgumentError, CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
 from tests.unit.checkpoint.faulty_storage import FullDisk, killed_at
 from tests.unit.checkpoint.tool_checkpoints import save
 
@@ -138,7 +138,7 @@ def test_a_copy_that_fails_is_told_once_and_the_next_is_made_at_once(tmp_path: P
     tiers.after_commit(tmp_path / "fast", "a")
     with pytest.raises(CheckpointError, match=r"not copied to nebula\.persistent_storage_path"):
         tiers.close()
-    tiers.raise_failure()
+    tiers.before_save(tmp_path / "fast")
     storage.nbytes_left = 1 << 30
     save(tmp_path / "fast", "b")
     tiers.after_commit(tmp_path / "fast", "b")
@@ -159,6 +159,38 @@ def test_a_checkpoint_that_is_saved_anew_during_its_copy_is_no_failure(tmp_path:
     assert open_checkpoint(tmp_path / "slow", "a").state["global_steps"] == 2
 
 
+def test_the_folder_that_is_saved_to_cannot_be_the_other_tier_too(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "fast")
+    tiers = Tiers(Keeper(KeepRules(last=1)), PersistentTier(tmp_path / "link", 1000))
+    tiers.before_save(tmp_path / "other")
+    with pytest.raises(ArgumentError, match=r"nebula.persistent_storage_path .*Give two different folders"):
+        tiers.before_save(tmp_path / "fast")
+
+
+def test_paths_in_the_block_are_those_of_the_moment_it_was_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    nebula = NebulaConfig(enabled=True, persistent_storage_path="slow", nebula_load_path="older")
+    tiers = tiers_of(CheckpointConfig(), nebula)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert load_places(nebula) == [tmp_path / "older", tmp_path / "slow"]
+    assert tiers.persistent is not None
+    tiers.persistent.offer(_save(tmp_path / "fast", "a"))
+    tiers.close()
+    assert list_tags(tmp_path / "slow") == ["a"]
+
+
+def test_a_latest_that_cannot_be_read_removes_nothing_and_fails_no_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for tag in ("a", "b"):
+        save(tmp_path, tag)
+    (tmp_path / "latest").write_text("")
+    Tiers(Keeper(KeepRules(last=1))).after_commit(tmp_path, "b")
+    assert list_tags(tmp_path) == ["a", "b"]
+    assert "latest is empty" in caplog.text
+
+
 def test_a_load_looks_in_the_fast_tier_first_and_then_in_the_others(tmp_path: Path) -> None:
     fast, slow = tmp_path / "fast", tmp_path / "slow"
     save(slow, "old")
@@ -174,6 +206,8 @@ def test_a_latest_of_the_fast_tier_that_names_nothing_leads_to_the_other(tmp_pat
     save(tmp_path / "slow", "old")
     (tmp_path / "fast").mkdir()
     (tmp_path / "fast" / "latest").write_text("lost")
+    assert choose_load_dir(tmp_path / "fast", None, [tmp_path / "slow"]) == tmp_path / "slow"
+    (tmp_path / "fast" / "latest").write_text("")
     assert choose_load_dir(tmp_path / "fast", None, [tmp_path / "slow"]) == tmp_path / "slow"
 
 

@@ -152,6 +152,24 @@ def test_a_bad_tag_is_refused_before_anything_is_made(tmp_path: Path) -> None:
     assert _names(tmp_path) == []
 
 
+def test_a_tag_of_the_longest_kind_is_saved_over_even_where_names_cannot_be_exchanged(tmp_path: Path) -> None:
+    tag = "x" * 228
+    for value in (1.0, 2.0):
+        _save(tmp_path, tag, value, storage=NoExchange())
+    assert _value(tmp_path) == 2.0
+    with pytest.raises(ArgumentError, match="too long"):
+        _save(tmp_path, tag + "x")
+
+
+def test_a_file_in_place_of_the_folder_is_told_with_a_cure(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(
+        CheckpointError, match=r"A file stands where a folder is needed. Remove it, or give"
+    ):
+        _save(tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 def test_only_the_slice_of_a_view_is_written(tmp_path: Path) -> None:
     flat = torch.arange(1_000_000.0)
     write_checkpoint(tmp_path, "t", [Piece.whole("w", flat[7:11])], {}, {}, rank=0, world_size=1)
