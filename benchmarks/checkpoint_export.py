@@ -67,12 +67,13 @@ def measure(contender: str, arguments: Mapping[str, Any]) -> Measured:
 
 def _export(contender: str, folder: Path) -> dict[str, float]:
     weights = folder / "weights"
+    # in a folder of its own: with `-m`, what lies in the current one would be found first
     environment = {name: value for name, value in os.environ.items() if "RANK" not in name and "WORLD_SIZE" not in name}
     if contender == OURS:
         environment["PYTHONPATH"] = str(_ROOT)
     command = [sys.executable, "-m", "deepspeed.utils.zero_to_fp32", str(folder / "checkpoints"), str(weights)]
     starting = [sys.executable, "-c", _STARTER, *command]
-    done = subprocess.run(starting, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(starting, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     command_s, peak_kib = map(float, done.stdout.split()[-2:])
     began = time.perf_counter()
     files = files_of(weights) if weights.is_dir() else [weights]
