@@ -63,6 +63,9 @@ class EngineState(TypedDict):
     buffers: list[str]
     """Names of the persistent buffers."""
 
+    extra_state: Mapping[str, Any]
+    """What modules keep besides tensors (`get_extra_state`): module name -> value; "" is the module itself."""
+
     optimizer: OptimizerState | None
     """None: saved by an engine without an optimizer."""
 

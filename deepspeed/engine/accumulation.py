@@ -77,6 +77,11 @@ class Accumulation:
         return not self.is_managed or (self._micro_steps - self._origin + 1) % self.steps == 0
 
     @property
+    def is_inside_window(self) -> bool:
+        """Whether there have been micro-batches since the last update that the next update will count."""
+        return self.is_managed and self._set is None and (self._micro_steps - self._origin) % self.steps != 0
+
+    @property
     def is_backward_boundary(self) -> bool:
         """Whether a backward that starts now is known to be the last before the update, so that it may reduce."""
         return self.is_managed and self.is_step_boundary

@@ -9,7 +9,7 @@ ranks.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,11 +23,11 @@ from deepspeed.checkpoint.disk import names
 from deepspeed.checkpoint.save.node_load import open_on_nodes
 from deepspeed.checkpoint.save.tiers import choose_load_dir, load_places
 from deepspeed.checkpoint.source import OptimizerState
-from deepspeed.common.logging import get_logger
+from deepspeed.common.logging import get_logger, warn_once
 from deepspeed.engine.random_state import set_random_state
-from deepspeed.engine.weights import other_tensors, some_names
+from deepspeed.engine.weights import other_tensors, set_extra_state, some_names
 from deepspeed.errors import CheckpointError
-from deepspeed.zero.state_io import load_state
+from deepspeed.zero.state_io import agree_on_scalars, load_state
 
 if TYPE_CHECKING:
     from deepspeed.config import DeepSpeedConfig
@@ -82,21 +82,49 @@ class LoadingMembers:
             CheckpointError: names or shapes do not fit; or the last save had failed in the background. Nothing was loaded.
         """
         self._parts.saver.wait()
-        opened = self._open(Path(load_dir), tag)
+        opened = self._open(Path(load_dir), None if tag is None else str(tag))
         if opened is None:
             logger.warning("%s holds no file 'latest' and no tag was given: nothing was loaded.", load_dir)
             return None, None
         load_dir, source = opened
-        source = source.with_members(self._parts.partition.group_names)
-        if custom_load_fn is not None:
-            self._load_by(custom_load_fn, self._state_dict_of(source))
-        else:
-            self._load_module(source, strict=load_module_strict)
-        if not load_module_only:
-            self._load_training(source, load_optimizer_states, load_lr_scheduler_states)
+        with torch.inference_mode(False), torch.no_grad():
+            self._load(
+                source.with_members(self._parts.partition.group_names),
+                strict=load_module_strict,
+                with_optimizer=load_optimizer_states and not load_module_only,
+                with_schedule=load_lr_scheduler_states,
+                only_module=load_module_only,
+                custom_load_fn=custom_load_fn,
+            )
         self._forget_open_window()
         self.loaded_checkpoint_dp_world_size = source.state["dp_world_size"]
         return str(Path(load_dir, source.tag)), source.client_state()
+
+    def _load(
+        self,
+        source: CheckpointSource,
+        *,
+        strict: bool,
+        with_optimizer: bool,
+        with_schedule: bool,
+        only_module: bool,
+        custom_load_fn: Callable[..., Any] | None,
+    ) -> None:
+        """See that everything fits, then load. What can be refused is refused before any value changes."""
+        stored = None if custom_load_fn is not None else self._fitting(source, strict=strict)
+        optimizer_load = self._fitting_optimizer(source) if with_optimizer else None
+        if stored is None:
+            assert custom_load_fn is not None  # else there are fitting weights
+            self._load_by(custom_load_fn, self._state_dict_of(source))
+        else:
+            self._load_module(source, stored)
+        set_extra_state(self.module, source.state["extra_state"])
+        if optimizer_load is not None:
+            optimizer_load()
+            if source.state["loss_scaler"]:
+                self._parts.loss_guard.scaler.load_state_dict(source.state["loss_scaler"])
+        if not only_module:
+            self._load_progress(source, with_schedule)
 
     def _open(self, load_dir: Path, tag: str | None) -> tuple[Path, CheckpointSource] | None:
         """Find the checkpoint that is meant, on this node's disk, in the tiers, or in `load_dir`, and open it there."""
@@ -111,15 +139,10 @@ class LoadingMembers:
         found = resolve_tag(load_dir, tag, rank=rank, world_size=world_size, prefer_universal=universal)
         return None if found is None else (load_dir, open_checkpoint(load_dir, found, rank=rank, world_size=world_size))
 
-    def _load_module(self, source: CheckpointSource, *, strict: bool) -> None:
-        flats = self._parts.partition.flats
-        managed = {member.name for flat in flats for member in flat.members}
-        others = dict(other_tensors(self.module, managed))
-        shapes = {m.name: tuple(shape) for flat in flats for m, shape in zip(flat.members, flat.shapes, strict=True)}
-        shapes.update((name, tuple(tensor.shape)) for name, tensor in others.items())
-        stored = self._fitting(source, shapes, strict=strict)
-        with torch.no_grad(), ExitStack() as stack:
-            for flat in flats:
+    def _load_module(self, source: CheckpointSource, stored: Mapping[str, str]) -> None:
+        """Read every value that the model and the checkpoint both have; `stored` as `_fitting` gives it."""
+        with ExitStack() as stack:
+            for flat in self._parts.partition.flats:
                 stack.enter_context(flat.replacing())
                 for f in flat.own_fragments():
                     name = flat.members[f.index].name
@@ -128,12 +151,20 @@ class LoadingMembers:
                         source.read(stored[name], f.param_start, out=place)
                 if not self._config.zero_optimization.load_from_fp32_weights:
                     flat.round_masters()
-            for name, tensor in others.items():
+            for name, tensor in self._others():
                 if name in stored:
                     tensor.copy_(source.read(stored[name]).view(tensor.shape))
 
-    def _fitting(self, source: CheckpointSource, shapes: Mapping[str, tuple[int, ...]], *, strict: bool) -> dict[str, str]:
+    def _others(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters and buffers that no flat group manages."""
+        managed = {member.name for flat in self._parts.partition.flats for member in flat.members}
+        return other_tensors(self.module, managed)
+
+    def _fitting(self, source: CheckpointSource, *, strict: bool) -> dict[str, str]:
         """Name of each weight and buffer that the model and the checkpoint both have -> the stored tensor."""
+        flats = self._parts.partition.flats
+        shapes = {m.name: tuple(shape) for flat in flats for m, shape in zip(flat.members, flat.shapes, strict=True)}
+        shapes.update((name, tuple(tensor.shape)) for name, tensor in self._others())
         stored = _weights_in(source)
         frozen_may_lack = not source.state["has_frozen_parameters"]
         frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
@@ -154,13 +185,16 @@ class LoadingMembers:
                 )
         return fitting
 
-    def _load_training(self, source: CheckpointSource, with_optimizer: bool, with_schedule: bool) -> None:
+    def _fitting_optimizer(self, source: CheckpointSource) -> Callable[[], None] | None:
+        """What loads the optimizer's state, all checks done; None where one of the two has none."""
+        stored = source.state["optimizer"]
+        if self.optimizer is None or stored is None:
+            return None
+        return _fitting_optimizer(self.optimizer, source, stored, self._parts.partition.group_names)
+
+    def _load_progress(self, source: CheckpointSource, with_schedule: bool) -> None:
+        """Counters, schedule, place in the data, random generators."""
         state = source.state
-        optimizer_state = state["optimizer"]
-        if with_optimizer and self.optimizer is not None and optimizer_state is not None:
-            _load_optimizer(self.optimizer, source, optimizer_state)
-            if state["loss_scaler"]:
-                self._parts.loss_guard.scaler.load_state_dict(state["loss_scaler"])
         if with_schedule and self.lr_scheduler is not None and state["lr_scheduler"] is not None:
             self.lr_scheduler.load_state_dict(state["lr_scheduler"])
         self.global_steps, self.global_samples = state["global_steps"], state["global_samples"]
@@ -189,7 +223,9 @@ def _family(class_name: str) -> str:
     return class_name.removeprefix("Fused").removeprefix("DeepSpeedCPU").replace("AdamW", "Adam")
 
 
-def _load_optimizer(optimizer: ZeroOptimizer, source: CheckpointSource, stored: OptimizerState) -> None:
+def _fitting_optimizer(
+    optimizer: ZeroOptimizer, source: CheckpointSource, stored: OptimizerState, group_names: Sequence[Sequence[str]]
+) -> Callable[[], None]:
     keys: dict[str, list[str]] = {}
     for tensor in source.names("optimizer/"):  # first: a layout that cannot name them says why
         parameter, key = names.split_optimizer_tensor(tensor)
@@ -205,14 +241,34 @@ def _load_optimizer(optimizer: ZeroOptimizer, source: CheckpointSource, stored: 
             f"checkpoint {source.folder} has {len(stored['groups'])} parameter groups, the optimizer "
             f"{len(optimizer.param_groups)}. Build the optimizer with the same groups, or pass load_optimizer_states=False."
         )
-    load_state(
+    groups = [stored["groups"][number] for number in _group_numbers(stored["members"], group_names)]
+    agreed = agree_on_scalars(optimizer.master, lambda name: keys.get(name, []), stored["scalars"])
+    return lambda: load_state(
         optimizer.master,
         keys=lambda name: keys.get(name, []),
         dtype=lambda name, key: source.dtype(names.optimizer_tensor(name, key)),
         read=lambda name, key, start, out: source.read(names.optimizer_tensor(name, key), start, out=out),
-        scalars=stored["scalars"],
-        groups=stored["groups"],
+        agreed=agreed,
+        groups=groups,
     )
+
+
+def _group_numbers(stored: Sequence[Sequence[str]], own: Sequence[Sequence[str]]) -> list[int]:
+    """For each of the optimizer's groups, the stored group whose hyperparameters it takes.
+
+    A group takes those of the stored group with the same parameters. Where the groups were cut otherwise, order decides.
+    """
+    of_names = {frozenset(group): number for number, group in enumerate(stored) if group}
+    found = [of_names.get(frozenset(group)) for group in own]
+    if None not in found and len({*found}) == len(found):
+        return [number for number in found if number is not None]
+    if len(own) > 1 and any(stored):
+        warn_once(
+            "parameter groups differ",
+            "the optimizer's parameter groups hold other parameters than those of the checkpoint: hyperparameters (lr, "
+            "weight_decay, ...) are taken group by group, in order. Build the same groups to be sure of them.",
+        )
+    return list(range(len(own)))
 
 
 def _weights_in(source: CheckpointSource) -> dict[str, str]:

@@ -21,17 +21,18 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from deepspeed.checkpoint import EngineState, Piece, check_tags, decode_client_state, encode_client_state
-from deepspeed.checkpoint.agreement import ranks_of
-from deepspeed.checkpoint.disk import names, strict_json
+from deepspeed.checkpoint.agreement import ranks_of, together
+from deepspeed.checkpoint.disk import names
 from deepspeed.checkpoint.save.engines import CheckpointEngine
 from deepspeed.checkpoint.save.writer import Content
 from deepspeed.checkpoint.source import OptimizerState
+from deepspeed.common.logging import warn_once
 from deepspeed.config.secrets import without_secrets
 from deepspeed.engine.random_state import get_random_state
-from deepspeed.engine.weights import other_tensors, persistent_buffers, shared_names
+from deepspeed.engine.weights import extra_state, other_tensors, persistent_buffers, shared_names
 from deepspeed.errors import ArgumentError, CheckpointError
 from deepspeed.sharding import even_range
-from deepspeed.zero.state_io import state_pieces, state_scalars
+from deepspeed.zero.state_io import Scalars, state_pieces, state_scalars
 
 if TYPE_CHECKING:
     from deepspeed.config import DeepSpeedConfig
@@ -87,11 +88,18 @@ class SavingMembers:
         tag = str(tag) if tag is not None else f"global_step{self.global_steps}"
         rank, world_size = self._parts.mesh.rank, self._parts.mesh.world_size
         check_tags(tag, self._config.checkpoint.tag_validation, rank=rank, world_size=world_size)
+        if self._parts.accumulation.is_inside_window:
+            warn_once(
+                "save inside an accumulation window",
+                "save_checkpoint() between two updates: gradients of the micro-batches since the last update are not saved, "
+                "so a resumed run begins the next update anew. Save after a step() that updates.",
+            )
+        scalars = None if self.optimizer is None else _optimizer_scalars(self.optimizer, self._parts.partition)
         content = Content(
             self._pieces(exclude_frozen_parameters),
-            {**self._state(exclude_frozen_parameters)},
-            dict(client_state or {}),
-            _rank_state(self.training_dataloader),
+            lambda: {**self._state(exclude_frozen_parameters, scalars)},
+            lambda: _checked_client_state(client_state),
+            lambda: _rank_state(self.training_dataloader),
         )
         self._parts.saver.save(Path(save_dir), tag, content, save_latest=save_latest)
         return True
@@ -130,8 +138,8 @@ class SavingMembers:
             if number % share.parts == share.part:
                 yield Piece.whole(names.module_tensor(name), tensor)
 
-    def _state(self, exclude_frozen: bool) -> EngineState:
-        optimizer, loader = self.optimizer, self.training_dataloader
+    def _state(self, exclude_frozen: bool, scalars: Scalars | None) -> EngineState:
+        loader = self.training_dataloader
         return {
             "global_steps": self.global_steps,
             "global_samples": self.global_samples,
@@ -144,10 +152,21 @@ class SavingMembers:
             "frozen_parameters": [name for name, param in self.module.named_parameters() if not param.requires_grad],
             "has_frozen_parameters": not exclude_frozen,
             "buffers": [name for name, _ in persistent_buffers(self.module)],
-            "optimizer": None if optimizer is None else _optimizer_state(optimizer, self._parts.partition),
+            "extra_state": extra_state(self.module),
+            "optimizer": self._optimizer_state(scalars),
             "loss_scaler": self._parts.loss_guard.scaler.state_dict(),
             "lr_scheduler": None if self.lr_scheduler is None else self.lr_scheduler.state_dict(),
             "data": loader.state_dict() if loader is not None else None,
+        }
+
+    def _optimizer_state(self, scalars: Scalars | None) -> OptimizerState | None:
+        if self.optimizer is None or scalars is None:
+            return None
+        return {
+            "name": type(self.optimizer.optimizer).__name__,
+            "groups": [{key: value for key, value in g.items() if key != "params"} for g in self.optimizer.param_groups],
+            "members": [list(names_of_group) for names_of_group in self._parts.partition.group_names],
+            "scalars": scalars,
         }
 
 
@@ -169,16 +188,29 @@ def _flat_pieces(flat: FlatGroup, parts: int, part: int) -> Iterator[Piece]:
                 yield Piece.whole(name_of(member.name), flat.values.new_empty(shape))
 
 
-def _optimizer_state(optimizer: ZeroOptimizer, partition: Partition) -> OptimizerState:
-    """Collective over the shard axis: the first rank gathers the counters, of which each rank knows those of its parts."""
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    members = [list(names_of_group) for names_of_group in partition.group_names]
+def _optimizer_scalars(optimizer: ZeroOptimizer, partition: Partition) -> Scalars:
+    """Counters of all parameters; collective over the shard axis: each rank knows those of what it holds a part of."""
     scalars, axis = state_scalars(optimizer.master), partition.shard_axis
-    if axis.size > 1:
-        encoded, _ = encode_client_state(scalars, "optimizer state")
-        for part in ranks_of(axis.rank, axis.size, axis.group).gather(strict_json.dumps(encoded).encode()):
-            scalars.update(decode_client_state(strict_json.loads(part), _no_tensor))
-    return {"name": type(optimizer.optimizer).__name__, "groups": groups, "members": members, "scalars": scalars}
+    if axis.size == 1:
+        return scalars
+
+    def join(of_ranks: list[Any]) -> dict[str, Any]:
+        return {name: plain for part in of_ranks for name, plain in part}
+
+    def own() -> Any:
+        return [[name, encode_client_state(plain, f"optimizer state of {name!r}")[0]] for name, plain in scalars.items()]
+
+    joined: Any = together(ranks_of(axis.rank, axis.size, axis.group), own, join)
+    return {name: decode_client_state(plain, _no_tensor) for name, plain in joined.items()}
+
+
+def _checked_client_state(client_state: object) -> dict[str, Any]:
+    if client_state is not None and not isinstance(client_state, Mapping):
+        raise ArgumentError(
+            f"client_state is a {type(client_state).__name__}; a dict is needed. Give your values under names, for example "
+            'client_state={"value": ...}.'
+        )
+    return dict(client_state or {})
 
 
 def _no_tensor(number: int) -> Tensor:

@@ -5,11 +5,12 @@ Does not live here: flat groups (`zero.flat`). Called by `saving`, `loading` and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
+from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["other_tensors", "persistent_buffers", "shared_names", "some_names"]
+__all__ = ["extra_state", "other_tensors", "persistent_buffers", "shared_names", "some_names"]
 
 _NAMES_SHOWN = 5
 
@@ -29,9 +30,26 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def shared_names(module: nn.Module) -> dict[str, str]:
-    """Second and later names of tied parameters -> their first name."""
-    first = {id(p): name for name, p in module.named_parameters()}
-    return {n: first[id(p)] for n, p in module.named_parameters(remove_duplicate=False) if first[id(p)] != n}
+    """Second and later names of tied parameters and buffers -> their first name."""
+    first = {id(tensor): name for name, tensor in (*module.named_parameters(), *persistent_buffers(module))}
+    every = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    return {name: first[id(tensor)] for name, tensor in every if first.get(id(tensor), name) != name}
+
+
+def extra_state(module: nn.Module) -> dict[str, Any]:
+    """What modules keep besides tensors, by module name (torch's `get_extra_state`)."""
+    return {name: m.get_extra_state() for name, m in module.named_modules() if _has_extra_state(m)}
+
+
+def set_extra_state(module: nn.Module, states: Mapping[str, Any]) -> None:
+    """Inverse of `extra_state`, for the modules that both know."""
+    for name, m in module.named_modules():
+        if name in states and _has_extra_state(m):
+            m.set_extra_state(states[name])
+
+
+def _has_extra_state(module: nn.Module) -> bool:
+    return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
 def some_names(found: list[str]) -> str:

@@ -83,7 +83,7 @@ def load_state(
     keys: Callable[[str], list[str]],
     dtype: Callable[[str, str], torch.dtype],
     read: Callable[[str, str, int, Tensor], object],
-    scalars: Mapping[str, Mapping[str, Any]],
+    agreed: Mapping[int, Mapping[str, Any]],
     groups: list[dict[str, Any]] | None = None,
 ) -> None:
     """Replace the optimizer's state, all of it; tensors that are there and fit are filled anew.
@@ -93,18 +93,10 @@ def load_state(
         keys: parameter name -> its tensor state keys.
         dtype: (parameter name, key) -> of what dtype it is.
         read: (parameter name, key, first element, flat tensor to fill).
-        scalars: as `state_scalars` gives them.
+        agreed: as `agree_on_scalars` gives them.
         groups: hyperparameters per group (`lr`, `betas`, ...); None keeps the present ones.
-
-    Raises:
-        CheckpointError: parameters that now share a slice come with different keys or step counts.
     """
-    agreed: dict[int, dict[str, Any]] = {}
-    for number, s in enumerate(master.slices):
-        known = [member.name for member, *_ in s.pieces() if keys(member.name) or member.name in scalars]
-        if known:
-            agreed[number] = _agreed_scalars(known, scalars)
-    state = {}  # only now, when nothing can be refused any more, memory of the present state is filled
+    state = {}
     for number, counters in agreed.items():
         s = master.slices[number]
         state[number] = {**counters, **_joined(s, master.optimizer.state.get(s.param, {}), keys, dtype, read)}
@@ -116,6 +108,27 @@ def load_state(
     for number, value in state.items():  # all of it is the optimizer's own, so `load_state_dict` copies none
         master.optimizer.state[master.slices[number].param] = value
     master.optimizer.load_state_dict({"state": by_order, "param_groups": present})
+
+
+def agree_on_scalars(
+    master: MasterWeights, keys: Callable[[str], list[str]], scalars: Mapping[str, Mapping[str, Any]]
+) -> dict[int, dict[str, Any]]:
+    """Plain state of each slice that has any state: slice number -> key -> value. Changes nothing.
+
+    Args:
+        master: whose slices.
+        keys: parameter name -> its tensor state keys.
+        scalars: as `state_scalars` gives them.
+
+    Raises:
+        CheckpointError: parameters that now share a slice come with different keys or step counts.
+    """
+    agreed: dict[int, dict[str, Any]] = {}
+    for number, s in enumerate(master.slices):
+        known = [member.name for member, *_ in s.pieces() if keys(member.name) or member.name in scalars]
+        if known:
+            agreed[number] = _agreed_scalars(known, scalars)
+    return agreed
 
 
 def carry_state(master: MasterWeights, client_state: Mapping[int, dict[str, Any]]) -> None:
@@ -135,12 +148,16 @@ def carry_state(master: MasterWeights, client_state: Mapping[int, dict[str, Any]
     def is_tensor_of_param(name: str, key: str, value: Any) -> bool:
         return isinstance(value, Tensor) and value.shape == shapes[name] and key != "step"
 
+    def keys(name: str) -> list[str]:
+        return [k for k, v in states.get(name, {}).items() if is_tensor_of_param(name, k, v)]
+
+    scalars = {n: {k: _plain(v) for k, v in st.items() if not is_tensor_of_param(n, k, v)} for n, st in states.items()}
     load_state(
         master,
-        keys=lambda name: [k for k, v in states.get(name, {}).items() if is_tensor_of_param(name, k, v)],
+        keys=keys,
         dtype=lambda name, key: states[name][key].dtype,
         read=lambda name, key, start, out: out.copy_(states[name][key].detach().reshape(-1)[start : start + out.numel()]),
-        scalars={n: {k: _plain(v) for k, v in st.items() if not is_tensor_of_param(n, k, v)} for n, st in states.items()},
+        agreed=agree_on_scalars(master, keys, scalars),
     )
 
 

@@ -12,6 +12,8 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from deepspeed.checkpoint.source import EngineState, OptimizerState
 from deepspeed.precision.loss_scaler import state_from_published
 
@@ -91,11 +93,29 @@ def engine_state_of(
         "frozen_parameters": frozen_parameters,
         "has_frozen_parameters": has_frozen_parameters,
         "buffers": list(dict.fromkeys(name for states in model_states for name in states.get("buffer_names") or ())),
+        "extra_state": extra_state_of(model_states),
         "optimizer": optimizer,
         "loss_scaler": loss_scaler,
         "lr_scheduler": first.get("lr_scheduler"),
         "data": None,
     }
+
+
+def extra_state_of(model_states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """What modules keep besides tensors: module name -> value, from the entries that torch names `_extra_state`."""
+    entries = ((name, value) for states in model_states for name, value in (states.get("module") or {}).items())
+    return {name.rpartition(".")[0]: value for name, value in entries if is_extra_state(name)}
+
+
+def plain_module(model_states: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The parameters and buffers of a model-state file, without what modules keep besides them."""
+    entries = (model_states.get("module") or {}).items()
+    return {name: value for name, value in entries if isinstance(value, Tensor) and not is_extra_state(name)}
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether an entry of a state dict is what a module keeps besides its parameters and buffers."""
+    return name.rpartition(".")[2] == "_extra_state"
 
 
 def accumulation_steps_of(ds_config: Any, dp_world_size: int) -> int:

@@ -96,7 +96,7 @@ def write_checkpoint(
         CheckpointError: on all ranks alike, naming rank and file, tensor or place in the state; what was there is intact.
         ArgumentError: on all ranks alike, a tag that cannot name a folder.
     """
-    content = Content(pieces, state, client_state, rank_state or {})
+    content = Content(pieces, lambda: state, lambda: client_state, lambda: rank_state or {})
     ranks = ranks_of(rank, world_size, group)
     started = start_checkpoint(save_dir, tag, content, ranks, save_latest=save_latest, storage=storage)
     return started.finish(ranks).folder
@@ -108,12 +108,17 @@ Hold = Callable[[list[Piece]], list[Piece] | None]
 
 @dataclass(frozen=True)
 class Content:
-    """What goes into a checkpoint: the arguments of `write_checkpoint` that say so."""
+    """What goes into a checkpoint: the arguments of `write_checkpoint` that say so.
+
+    They are taken while all ranks describe, so that an error in one of them is an error on all ranks; not collective.
+    """
 
     pieces: Iterable[Piece]
-    state: Mapping[str, Any]
-    client_state: Mapping[str, Any]
-    rank_state: Mapping[str, Any]
+    state: Callable[[], Mapping[str, Any]]
+    """Asked on rank 0."""
+    client_state: Callable[[], Mapping[str, Any]]
+    """Asked on rank 0."""
+    rank_state: Callable[[], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -193,21 +198,23 @@ class StartedSave:
         self._working_name = ""
         self._lock: Lock | None = None
 
-    def describe(self, content: Content, hold: Hold | None, check: Callable[[], None]) -> JsonValue:
-        """Collect what this rank writes, describe each piece, and take a copy where that is asked for."""
-        rank = self._rank
-        if rank == 0:
-            check()
     @property
     def is_kept(self) -> bool:
         """Whether a checkpoint comes of it; not with a storage that only takes the time."""
         return self._storage.is_kept
 
-        self._pieces = list(content.pieces)
-        self._rank_state = self._take(content.rank_state, "rank_state", lambda number: names.rank_state_tensor(rank, number))
+    def describe(self, content: Content, hold: Hold | None, check: Callable[[], None]) -> JsonValue:
+        """Collect what this rank writes, describe each piece, and take a copy where that is asked for."""
+        rank = self._rank
         if rank == 0:
-            self._state = self._take(content.state, "state", names.state_tensor)
-            self._client_state = self._take(content.client_state, "client_state", names.client_state_tensor)
+            check()
+        self._pieces = list(content.pieces)
+        self._rank_state = self._take(
+            content.rank_state(), "rank_state", lambda number: names.rank_state_tensor(rank, number)
+        )
+        if rank == 0:
+            self._state = self._take(content.state(), "state", names.state_tensor)
+            self._client_state = self._take(content.client_state(), "client_state", names.client_state_tensor)
         descriptions: list[JsonValue] = [_description(piece) for piece in self._pieces]
         self.nbytes = sum(piece.data.nbytes for piece in self._pieces)
         held = None if hold is None else hold(self._pieces)
@@ -383,6 +390,6 @@ def _cure(error: OSError) -> str:
         return "Free space, or save to another disk, and save again."
     if error.errno == errno.ENOENT:
         return "The folder that rank 0 made is not there: save_dir must be on a file system that all ranks see."
-    return "Correct the cause and save again."
     if error.errno in (errno.EEXIST, errno.ENOTDIR):
         return "A file stands where a folder is needed. Remove it, or give another save_dir or tag."
+    return "Correct the cause and save again."

@@ -47,7 +47,8 @@ def _content(rank: int, nodes: Nodes, value: float) -> Content:
         Piece("master/own", (3 * world_size,), 3 * rank, own),
     ]
     client_state = {"value": value, "tensor": torch.tensor([value])} if rank == 0 else {"not": "this"}
-    return Content(pieces, {**STATE, "global_steps": int(value), "dp_world_size": world_size}, client_state, {"rank": rank})
+    state = {**STATE, "global_steps": int(value), "dp_world_size": world_size}
+    return Content(pieces, lambda: state, lambda: client_state, lambda: {"rank": rank})
 
 
 def _save(

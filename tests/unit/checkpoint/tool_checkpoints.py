@@ -23,6 +23,7 @@ STATE: dict[str, Any] = {
     "buffers": ["seen"],
     "optimizer": {"name": "AdamW", "groups": [{"lr": 0.1}], "members": [["w"]], "scalars": {"w": {"step": 3}}},
     "loss_scaler": {"scale": 1.0},
+    "extra_state": {},
     "lr_scheduler": {"last_batch_iteration": 2},
     "data": None,
 }

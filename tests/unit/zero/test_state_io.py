@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from deepspeed.errors import CheckpointError
 from deepspeed.zero.master import MasterWeights
-from deepspeed.zero.state_io import Scalars, hand_back, load_state, state_of, state_pieces, state_scalars
+from deepspeed.zero.state_io import Scalars, agree_on_scalars, hand_back, load_state, state_of, state_pieces, state_scalars
 from tests.support.flat_groups import lockstep_groups
 
 SHAPES = {"a": (5, 3), "b": (4,), "empty": (0, 3), "scalar": (), "c": (40, 3)}
@@ -72,12 +72,15 @@ def scalars_of(masters: list[MasterWeights]) -> Scalars:
 
 
 def load(master: MasterWeights, state: dict[tuple[str, str], Tensor], scalars: Scalars, **given: Any) -> None:
+    def keys(name: str) -> list[str]:
+        return [key for owner, key in state if owner == name]
+
     load_state(
         master,
-        keys=lambda name: [key for owner, key in state if owner == name],
+        keys=keys,
         dtype=lambda name, key: state[name, key].dtype,
         read=lambda name, key, start, out: out.copy_(state[name, key].reshape(-1)[start : start + out.numel()]),
-        scalars=scalars,
+        agreed=agree_on_scalars(master, keys, scalars),
         **given,
     )
 

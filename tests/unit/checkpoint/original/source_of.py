@@ -40,6 +40,7 @@ def trained_state(members: list[list[str]], **changes: Any) -> EngineState:
             "scalars": {name: {"step": 3.0} for name in names},
         },
         "loss_scaler": {},
+        "extra_state": {},
         "lr_scheduler": {"last_batch_iteration": 2},
         "data": None,
         **changes,

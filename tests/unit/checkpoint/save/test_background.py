@@ -40,14 +40,15 @@ def _saver(plan: SavePlan = BEHIND, storage: Storage | None = None, **rules: Any
 
 
 def _content(value: float, **client_state: Any) -> Content:
-    return Content([Piece.whole("module/w", torch.full((5,), value))], {"step": 1}, client_state, {"rng": torch.ones(2)})
+    pieces = [Piece.whole("module/w", torch.full((5,), value))]
+    return Content(pieces, lambda: {"step": 1}, lambda: client_state, lambda: {"rng": torch.ones(2)})
 
 
 def test_a_save_returns_before_it_writes_and_holds_the_values_of_its_moment(tmp_path: Path) -> None:
     gated = Gated()
     saver = _saver(storage=gated)
     weights = torch.full((5,), 1.0)
-    saver.save(tmp_path, "t", Content([Piece.whole("module/w", weights)], {}, {}, {}))
+    saver.save(tmp_path, "t", Content([Piece.whole("module/w", weights)], dict, dict, dict))
     weights.fill_(2.0)
     assert saver.is_writing
     assert not (tmp_path / "t").exists()
@@ -146,7 +147,6 @@ def test_the_rules_of_retention_are_applied_behind_training(tmp_path: Path) -> N
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "two"]
 
 
-def test_scripts_are_left_where_the_plan_says_so(tmp_path: Path) -> None:
 def test_a_writer_that_writes_nothing_removes_nothing(tmp_path: Path) -> None:
     real = _saver(SavePlan())
     for tag in ("a", "b"):
@@ -157,6 +157,7 @@ def test_a_writer_that_writes_nothing_removes_nothing(tmp_path: Path) -> None:
     assert open_checkpoint(tmp_path, "b").read("module/w").tolist() == [1.0] * 5
 
 
+def test_scripts_are_left_where_the_plan_says_so(tmp_path: Path) -> None:
     saver = _saver(SavePlan(leaves_scripts=True))
     saver.save(tmp_path, "t", _content(1.0))
     assert (tmp_path / "zero_to_fp32.py").is_file()
