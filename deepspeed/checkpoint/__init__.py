@@ -13,7 +13,7 @@ later job asks for the range it needs, whoever wrote it. There is no pickle anyw
 The page `docs/reference/checkpoint-format.md` describes every field; `docs/adr/0003-checkpoint-format.md` says why.
 
     engine --- Piece --> writer.write_checkpoint --> container, client_state, manifest --> folders (commit), storage (bytes)
-    engine <-- tensors - opening.open_checkpoint <-- reader | original.stages | original.universal <-- tags (which folder)
+    engine <-- tensors - opening.open_checkpoint <-- reader | original.reading <-- tags (which folder)
                              every decision by `agreement.together`: all ranks go on, or all raise the same error
 """
 

@@ -4,7 +4,8 @@
                                        PARAMETER_WITH_ROW_PARALLELISM_PATTERNS: [r".*dense_4h_to_h.weight"], ...}
 
 Values are lists of regular expressions (`re.match` against parameter names) unless said otherwise. Does not live here: what
-is done with them (`original.tensor_parallel`, `original.to_universal`). Called by users and by those modules.
+is done with them (`original.reading.tensor_parallel`, `original.writing.to_universal`). Called by users and by those
+modules.
 """
 
 from __future__ import annotations

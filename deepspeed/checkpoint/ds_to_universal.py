@@ -2,7 +2,7 @@
 
     python -m deepspeed.checkpoint.ds_to_universal --input_folder DIR/TAG --output_folder DIR/TAG_universal
 
-Does not live here: the conversion (`original.to_universal`). Called as a module, as the console script, and by tests.
+Does not live here: the conversion (`original.writing.to_universal`). Called as a module, as the console script, by tests.
 """
 
 from __future__ import annotations

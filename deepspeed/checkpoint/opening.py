@@ -3,7 +3,7 @@
     rank 0       which folder? (tag, or `latest`) ---> all ranks
     every rank   open it, check its share of the files ---> one verdict: nothing is read from a damaged checkpoint
 
-Does not live here: which folders there are (`tags`), what a layout looks like (`layouts`), reading (the sources).
+Does not live here: which folders there are (`disk.tags`), what a layout looks like (`disk.layouts`), reading (the sources).
 """
 
 from __future__ import annotations

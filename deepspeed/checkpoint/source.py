@@ -4,9 +4,9 @@
     the original's stage files      original.StageSource          +--> CheckpointSource --> resume, export, convert, show
     the original's universal files  original.UniversalSource    --'
 
-Tensors are global: a name (the table in `names`), a shape, and any range of the flattened elements. So a resume on
+Tensors are global: a name (the table in `disk.names`), a shape, and any range of the flattened elements. So a resume on
 another topology, an export and a conversion are one piece of code each. Lives here: the contract. Does not live here: how to
-find the layout of a folder (`layouts`), how to open one (`opening`).
+find the layout of a folder (`disk.layouts`), how to open one (`opening`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Whether all ranks mean the same tag.
 
-Does not live here: which tags there are (`tags`). Called by the engine before a save or a load.
+Does not live here: which tags there are (`disk.tags`). Called by the engine before a save or a load.
 """
 
 from __future__ import annotations

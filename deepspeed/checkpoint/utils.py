@@ -1,6 +1,6 @@
 """Nested containers on their way to `torch.save`, and names of the original's files, under a name that clients import.
 
-Does not live here: our own format (`writer`). The names of files are made in
+Does not live here: our own format (`save.writer`). The names of files are made in
 `original.published.stage_file_names`. Called by `engine.whole_model` for `save_16bit_model`, and by clients.
 """
 

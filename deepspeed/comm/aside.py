@@ -11,7 +11,7 @@ another rank. So the thread has a gloo group of its own, and calls it directly:
 - the watch (`comm.watch`) does not follow it. It judges over the threads that train; this one makes the same few calls on
   every rank whatever training does, and a peer that dies closes its connections, which is an error here at once.
 
-Does not live here: threads, and what is said over the group (`checkpoint.background`).
+Does not live here: threads, and what is said over the group (`checkpoint.save.background`).
 """
 
 from __future__ import annotations

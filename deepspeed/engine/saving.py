@@ -6,7 +6,7 @@
 
 A weight is stored once, in the highest precision there is: `master/<name>` where the model is 16-bit, else `module/<name>`.
 Both load into any engine, 16-bit or not. Does not live here: loading (`loading`), whole models
-(`whole_model`), writing at once or behind training (`checkpoint.background`).
+(`whole_model`), writing at once or behind training (`checkpoint.save.background`).
 
 Called by users as engine methods, on all ranks.
 """
@@ -114,7 +114,7 @@ class SavingMembers:
 
     @property
     def checkpoint_engine(self) -> CheckpointEngine:
-        """What says where the bytes of checkpoints go; another may be assigned (see `checkpoint.engines`)."""
+        """What says where the bytes of checkpoints go; another may be assigned (see `checkpoint.save.engines`)."""
         return self._parts.checkpoint_engine
 
     @checkpoint_engine.setter

@@ -20,7 +20,7 @@ Subclasses of the plain types (OrderedDict, named tuples, enums that are also st
 compares equal. A dataclass comes back as a dict because loading imports no class that a file names. Random generator states
 (`random.getstate()`, `numpy.random.get_state()`, `torch.get_rng_state()`) are made of these and need nothing special.
 
-Lives here: the encoding in both directions. Does not live here: files (writer, reader).
+Lives here: the encoding in both directions. Does not live here: files (`save.writer`, `reader`).
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ the files are ordinary safetensors files (the tests open them with the package).
 [Note: order] Tensors lie in order of falling element size, so each is aligned to its own element without any padding,
 which the format does not allow between tensors.
 
-Does not live here: the header (`safetensors_header`); which tensors, under which keys (`writer`, `manifest`). Called by
-`writer` and `reader`.
+Does not live here: the header (`safetensors_header`); which tensors, under which keys (`save.writer`, `manifest`). Called by
+`save.writer` and `reader`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Files against the hashes that a manifest has for them.
 
-Does not live here: what the files hold (`reader`). Called by `reader` and `weights_source`; loads no torch.
+Does not live here: what the files hold (`reader`). Called by `reader` and `export.weights_source`; loads no torch.
 """
 
 from __future__ import annotations

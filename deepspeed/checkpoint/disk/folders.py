@@ -18,7 +18,7 @@ next save puts it back.
 from it. What has no lock yet, or never, because it exists for a moment only (a folder just made, the new `latest`), may be
 taken for a left-over; it is then made again.
 
-Does not live here: what a folder holds (`writer`, `reader`). Called by `writer`, and by `tags` to find a folder.
+Does not live here: what a folder holds (`save.writer`, `reader`). Called by `save.writer`, and by `tags` to find a folder.
 """
 
 from __future__ import annotations

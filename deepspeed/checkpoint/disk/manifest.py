@@ -1,7 +1,7 @@
 """The manifest: a typed description of a whole checkpoint, and its text form with a checksum.
 
 Lives here: the schema (the reference page repeats it), strict parsing, the checks that make it trustworthy, and the
-arithmetic of fragments. Does not live here: files (writer, reader).
+arithmetic of fragments. Does not live here: files (`save.writer`, `reader`).
 
 [Note: checksum] The text ends with a line of fixed length that holds the hash of every byte before it. So one flipped bit
 anywhere is noticed, and the file is still plain JSON that any program reads. Later versions must keep this ending.

@@ -4,7 +4,7 @@
 
 Source: safetensors format, https://huggingface.co/docs/safetensors, "Format".
 
-Does not live here: tensors (`container`, which is called with them) and files of ours (`writer`, `reader`). Called by
+Does not live here: tensors (`container`, which is called with them) and files of ours (`save.writer`, `reader`). Called by
 `container`, and by what exports weights.
 """
 

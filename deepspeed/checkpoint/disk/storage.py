@@ -1,7 +1,7 @@
 """Bytes on a disk: the few operations that a save needs, each durable when it returns.
 
-Lives here: files, folders, renames, fsync. Does not live here: names, order of operations (folders, writer). `Storage` is
-the local (or mounted) file system, and the seam at which tests inject a full disk or a killed process.
+Lives here: files, folders, renames, fsync. Does not live here: names, order of operations (`folders`, `save.writer`).
+`Storage` is the local (or mounted) file system, and the seam at which tests inject a full disk or a killed process.
 
 [Note: past the page cache] A file that will be flushed anyway gains nothing from the page cache: its bytes are copied there,
 wait, and drive out what the training has cached. So files are written directly (O_DIRECT) where the file system can, from

@@ -1,7 +1,7 @@
 """Tags: which there are, and which one `latest` names.
 
-What does not live here: what a tag's folder holds (reader), how it comes to be (folders), and whether all ranks mean the
-same tag (tag_agreement). Loads no torch.
+What does not live here: what a tag's folder holds (`reader`), how it comes to be (`folders`), and whether all ranks mean the
+same tag (`tag_agreement`). Loads no torch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Records of a torch archive: stored in a zip, each beginning at a multiple of 64 bytes, so that a reader can map it.
 
-Does not live here: what the records hold (`weights_file`, `original.pickles`, which call this). Loads no torch.
+Does not live here: what the records hold (`export.weights_file`, `original.pickles`, which call this). Loads no torch.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 bfloat16, which NumPy does not have, is the upper half of an fp32 value; it is rounded to the nearest, ties to even, as torch
 does. Element types have the spelling of safetensors.
 
-Does not live here: which type a file is to have (`export`). Called by `export`.
+Does not live here: which type a file is to have (`files`, which calls this).
 """
 
 from __future__ import annotations

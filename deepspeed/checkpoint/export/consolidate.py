@@ -1,7 +1,7 @@
 """The commands `zero_to_fp32` and `zero_to_torch`: the weights of a checkpoint as files. For our layout no torch is loaded.
 
-Does not live here: the work (`export`). Called as `python -m deepspeed.utils.zero_to_fp32`, and by the scripts that a save
-leaves next to `latest` (`scripts`).
+Does not live here: the work (`files`). Called as `python -m deepspeed.utils.zero_to_fp32`, and by the scripts that a save
+leaves next to `latest` (`save.scripts`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The complete state dict of a checkpoint as tensors, at once or each when it is asked for.
 
-Does not live here: which entries there are (`weights_table`), files (`export`). Called by users through the doors
+Does not live here: which entries there are (`weights_table`), files (`files`). Called by users through the doors
 `deepspeed.utils.zero_to_fp32` and `zero_to_torch`.
 """
 

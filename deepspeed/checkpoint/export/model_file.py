@@ -1,7 +1,7 @@
 """A live model's weights as one file, written while its tensors come in, one after the other.
 
 Does not live here: where the tensors come from (`engine.whole_model`, which calls this); checkpoints as files
-(`export`).
+(`files`).
 """
 
 from __future__ import annotations

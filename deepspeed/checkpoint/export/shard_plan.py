@@ -4,7 +4,7 @@
 
 Source: huggingface_hub, `serialization`: "Split a model state dictionary in shards", for the rules and the index file.
 
-Does not live here: values and files (`export`). Called by `export`.
+Does not live here: values (`weights_source`) and files (`files`). Called by `files`.
 """
 
 from __future__ import annotations

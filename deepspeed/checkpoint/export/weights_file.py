@@ -10,7 +10,7 @@ longer than a small export. What is written here is what `torch.save` writes: st
 bytes, their checksums behind them, and a pickle of the calls that build the tensors. The tests read it with torch.
 
 Does not live here: which weights (`weights_table`), how they come from the checkpoint (`weights_source`), names of files
-(`shard_plan`). Called by `export`, and by the engine for `save_16bit_model`.
+(`shard_plan`). Called by `files`, and by `model_file`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
     our layout       OwnWeights        the files' bytes, block by block; loads no torch
     other layouts    tensor_weights    the same through a `CheckpointSource`
 
-Does not live here: tensors (`full_state`), files that are written (`export`). Called by `export`.
+Does not live here: tensors (`full_state`), files that are written (`files`). Called by those
+and by `consolidate`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The order is the one that consolidated files are known to have. A complete state dict is what
 `module.load_state_dict(strict=True)` asks for: every persistent buffer, every parameter, every name of a tied one.
 
-Does not live here: values (`weights_source`). Called by `export` and `full_state`.
+Does not live here: values (`weights_source`). Called by `files`, `full_state` and `consolidate`.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ torch's `weights_only` unpickler builds tensors and containers and calls nothing
 become `stand_ins`. Any other class is refused by name before anything is built. Tensors are views of the mapped file, so an
 archive costs memory only where it is read.
 
-Does not live here: what the objects mean (`stages`, `universal`), writing (`pickles`).
+Does not live here: what the objects mean (`reading.stages`, `reading.universal`), writing (`pickles`).
 """
 
 from __future__ import annotations

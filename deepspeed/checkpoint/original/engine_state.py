@@ -3,7 +3,7 @@
     *_model_states.pt    counters, schedule, config, names of shared weights, the user's own keys
     an optimizer shard, or a universal folder's optimizer_state.pt    hyperparameters, loss scale
 
-Does not live here: files and tensors (`stages`, `universal`). Both sources call it; pure.
+Does not live here: files and tensors (`reading.stages`, `reading.universal`). Both sources call it; pure.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@
     layer_L_expert_E_mp_rank_MM_model_states.pt       one expert
     expp_rank_E_mp_rank_MM_optim_states.pt            optimizer of an expert-parallel rank, ZeRO stage 0
 
-Pure: no file is opened. Does not live here: what the files hold (`slices`). Called by `stages` and the converters.
+Pure: no file is opened. Does not live here: what the files hold (`reading.slices`). Called by `reading.stages` and the
+converters.
 """
 
 from __future__ import annotations

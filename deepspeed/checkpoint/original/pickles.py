@@ -6,8 +6,8 @@
 A `StreamedTensor` has no elements in memory: they are asked for when its record is due, so an archive of any size needs one
 block of memory. The same one at several places is one record, and one tensor when it is read (tied weights).
 
-Does not live here: reading (`archive`, the only place that unpickles), what goes into the files (`to_stages`,
-`to_universal`).
+Does not live here: reading (`archive`, the only place that unpickles), what goes into the files (`writing.to_stages`,
+`writing.to_universal`).
 """
 
 from __future__ import annotations

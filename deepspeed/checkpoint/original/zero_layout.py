@@ -6,8 +6,8 @@
     stage 3          rank 0 |p0 |p1 |p2|       every parameter is padded to W x ceil(n / W) elements and cut by itself
                      rank 1 |p0.|p1 |p2|
 
-Pure: no tensor is touched. Does not live here: our own layout (`sharding`), reading the files (`slices`), writing them
-(`to_stages`).
+Pure: no tensor is touched. Does not live here: our own layout (`sharding`), reading the files (`reading.slices`), writing
+them (`writing.to_stages`).
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def write_checkpoint(
 
     Args:
         save_dir: folder of all tags, on a file system that all ranks see; created when it lacks.
-        tag: name of this checkpoint. Rank 0's counts (see `tags.check_tags`).
+        tag: name of this checkpoint. Rank 0's counts (see `tag_agreement.check_tags`).
         pieces: what this rank writes. Over all ranks the pieces cover each tensor exactly once.
         state: what the engine keeps besides tensors; rank 0's is stored. Anything that `encode_client_state` takes.
         client_state: what the user keeps; rank 0's is stored.

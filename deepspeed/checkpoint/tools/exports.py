@@ -1,10 +1,10 @@
 """`deepspeed-checkpoint export DIR OUT`: a checkpoint of any layout as something that another program reads.
 
     --to weights     OUT/pytorch_model.bin or model.safetensors    checkpoint.export
-    --to universal   OUT/ is the universal folder of one tag       original.to_universal
-    --to stages      OUT/<tag>/ holds stage files                  original.to_stages
+    --to universal   OUT/ is the universal folder of one tag       original.writing.to_universal
+    --to stages      OUT/<tag>/ holds stage files                  original.writing.to_stages
 
-and `deepspeed-checkpoint merge DIR... OUT`: the folders of several nodes as one checkpoint (`checkpoint.node_merge`).
+and `deepspeed-checkpoint merge DIR... OUT`: the folders of several nodes as one checkpoint (`checkpoint.save.node_merge`).
 
 Lives here: which options belong to which form. Does not live here: the writing. Called by `main`.
 """

@@ -1,6 +1,7 @@
 """Joining the states that several ranks stored, as nestings of plain containers.
 
-Does not live here: along which dimension a parameter is cut (`original.tensor_parallel` knows that where a model says it).
+Does not live here: along which dimension a parameter is cut (`original.reading.tensor_parallel` knows, where a model
+says it).
 Called by `deepspeed_checkpoint`, `zero_checkpoint` and users.
 """
 

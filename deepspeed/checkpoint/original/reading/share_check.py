@@ -1,6 +1,7 @@
 """One rank's share of a check of all archives of a checkpoint.
 
-Lives here: who checks what, and the error. Does not live here: the check of one archive (`archive`). Called by the sources.
+Lives here: who checks what, and the error. Does not live here: the check of one archive (`original.archive`). Called by the
+sources.
 """
 
 from __future__ import annotations

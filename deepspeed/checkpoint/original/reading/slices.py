@@ -8,8 +8,8 @@
 `round_robin_gradients` version 0.19.8 states it for the order before the parameters were reordered, which is wrong: the
 values lie in the order of `param_shapes`. So places follow from that order, and the statement is not read.
 
-Lives here: ZeRO stages 1 to 3, and what all stages share. Does not live here: the arithmetic (`zero_layout`), optimizer
-state without ZeRO (`unsharded`), joining slices (`tensor_parallel`). Called by `rank_slices`.
+Lives here: ZeRO stages 1 to 3, and what all stages share. Does not live here: the arithmetic (`original.zero_layout`),
+optimizer state without ZeRO (`unsharded`), joining slices (`tensor_parallel`). Called by `rank_slices`.
 """
 
 from __future__ import annotations

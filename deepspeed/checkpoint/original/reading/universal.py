@@ -14,8 +14,8 @@ tell. A file is opened when its tensor is asked for: a folder of thousands of fi
 [Note: the owner counts] A tied weight may have a second folder under its later name; in 16-bit training that one holds the
 rounded value and the owner's the fp32 master. So later names are never read.
 
-Does not live here: unpickling (`archive`), the grammar of file names (`files`), writing (`to_universal`). Called by
-`opening`.
+Does not live here: unpickling (`original.archive`), the grammar of file names (`original.files`), writing
+(`original.writing.to_universal`). Called by `opening`.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
     parent/<name>/
 
 What a killed conversion left is removed by the next one into the same place; a live one holds a lock. Unlike a save
-(`checkpoint.folders`), nothing of the folder before is carried over: it is a copy, and stale files in it would be read.
+(`disk.folders`), nothing of the folder before is carried over: it is a copy, and stale files in it would be read.
 
 Does not live here: what is written. Called by the converters.
 """

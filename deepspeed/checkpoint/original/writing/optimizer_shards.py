@@ -4,7 +4,7 @@
     stage 3       one flat tensor per sub-group and rank; a group is cut into sub-groups by `sub_group_size`
 
 A flat tensor is read from the source while it is written, piece by piece of parameters. Where the pieces lie is
-`zero_layout`'s business. Does not live here: files (`to_stages`).
+`original.zero_layout`'s business. Does not live here: files (`to_stages`).
 """
 
 from __future__ import annotations

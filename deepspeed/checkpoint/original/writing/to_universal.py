@@ -10,8 +10,8 @@ Values are written in the parameter's shape (the form that the original makes of
 [Note: model-state files] Where the source's folder has them (stage files, universal folders) they are copied, for only they
 hold what this library does not know. From our own layout they are made, in the form of each ZeRO stage.
 
-Does not live here: the form of the files (`model_states`), commits (`conversion_folder`), reading (`universal`). Called by
-`checkpoint.ds_to_universal` and the tools.
+Does not live here: the form of the files (`model_states`), commits (`conversion_folder`), reading
+(`original.reading.universal`). Called by `checkpoint.ds_to_universal` and the tools.
 """
 
 from __future__ import annotations
