@@ -49,8 +49,8 @@ CLIENT_STATE_FILE = "client_state.json"
 RANK_STATE_FIELD = "rank_state"
 """Field of a shard's safetensors metadata that holds the JSON of that rank's own state."""
 
-_MAX_PART_NBYTES = 255 - len("..replaced-") - 16
-"""What file systems allow, less what `folders` puts around the name of a folder that it sets aside."""
+_MAX_PART_NBYTES = 255 - len("..converting-") - 16
+"""What file systems allow, less the most that is put around a folder's name while its content is not in place."""
 
 _UNREADABLE = ("Cc", "Cs")
 """Unicode categories: control characters (a reader of text changes some), and what UTF-8 cannot encode."""

@@ -31,7 +31,7 @@ from typing_extensions import Self
 
 from deepspeed.checkpoint.disk.manifest import FileEntry
 
-__all__ = ["HashedFile", "Lock", "Storage", "WriteOptions", "Written", "open_run"]
+__all__ = ["HashedFile", "Lock", "Storage", "WriteOptions", "Written", "cure_of", "open_run"]
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -233,6 +233,12 @@ class Lock:
         with contextlib.suppress(OSError):  # the file system has no locks
             fcntl.flock(self._fd, fcntl.LOCK_UN)
         os.close(self._fd)
+
+
+def cure_of(error: OSError) -> str:
+    """What to do when the system refused to write."""
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return f"{'Free space, or give another folder,' if is_full else 'Correct the cause,'} and try again."
 
 
 class Storage:

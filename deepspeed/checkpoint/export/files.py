@@ -15,7 +15,6 @@ one process exports.
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +22,7 @@ from pathlib import Path
 
 from deepspeed.checkpoint.disk.folders import clean, new_token, working_folder
 from deepspeed.checkpoint.disk.safetensors_header import Field
-from deepspeed.checkpoint.disk.storage import Storage
+from deepspeed.checkpoint.disk.storage import Storage, cure_of
 from deepspeed.checkpoint.export.casting import CASTABLE, cast_bytes
 from deepspeed.checkpoint.export.shard_plan import Item, ShardPlan, parse_nbytes, plan_shards
 from deepspeed.checkpoint.export.weights_file import is_safetensors, weights_file
@@ -147,10 +146,9 @@ class _Export:
                 if lock is not None:
                     lock.release()
         except OSError as error:
-            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             raise CheckpointError(
                 f"could not write the weights into {output_dir}: {error}. Weights that were there are intact. "
-                f"{'Free space, or give another folder' if is_full else 'Correct the cause'}, and export again."
+                f"{cure_of(error)}"
             ) from error
 
     def _write(self, path: Path, names: Sequence[str], storage: Storage) -> None:

@@ -57,13 +57,14 @@ def parse_nbytes(text: str | int, what: str = "max_shard_size") -> int:
         ArgumentError: not such a size, or below one byte; `what` names it.
     """
     match = _SIZE.fullmatch(str(text))
-    nbytes = int(float(match[1]) * _UNITS.get(match[2].upper(), 0)) if match else 0
-    if nbytes < 1:
+    nbytes = float(match[1]) * _UNITS.get(match[2].upper(), 0) if match else 0.0
+    is_part_of_a_byte = match is not None and not match[2] and not nbytes.is_integer()
+    if nbytes < 1 or is_part_of_a_byte:
         raise ArgumentError(
             f"{what}={text!r} is no size of a file. Give a number of bytes, or a number and a unit: "
             "KB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB (powers of 1024); for example '5GB'."
         )
-    return nbytes
+    return int(nbytes)
 
 
 def plan_shards(items: Iterable[Item], max_nbytes: int, file_name: str) -> ShardPlan:

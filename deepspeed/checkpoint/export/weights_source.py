@@ -64,7 +64,7 @@ def find_checkpoint(load_dir: str | os.PathLike[str], tag: str | None = None) ->
     folder = Path(load_dir)
     if not folder.is_dir():
         raise CheckpointNotFoundError(f"{folder} is no folder. Give the one that holds the tags and {LATEST_FILE!r}.")
-    wanted = tag if tag is not None else read_latest(folder)
+    wanted = str(tag) if tag is not None else read_latest(folder)
     if wanted is None:
         raise NoLatestError(f"{folder} has no file {LATEST_FILE!r}, so a tag is needed. {hint_for(folder)}")
     return find_tag(folder, wanted, by_latest=tag is None)

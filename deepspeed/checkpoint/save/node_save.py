@@ -140,7 +140,7 @@ class _NodeSave(StartedSave):
         try:
             verdict = together(ranks, self._write_own, self._all_files)
             files = {file: FileEntry.model_validate(entry) for file, entry in cast("dict[str, Any]", verdict).items()}
-            saved_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
+            saved_at = datetime.now(timezone.utc).isoformat(timespec="microseconds")
             sizes = cast("list[int]", together(ranks, lambda: self._describe_node(files, saved_at), lambda sizes: sizes))
             self._swap_on_all(ranks)
             together(ranks, self._settle)

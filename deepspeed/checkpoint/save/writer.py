@@ -324,7 +324,7 @@ class StartedSave:
             format="deepspeed-checkpoint",
             version=VERSION,
             library=version,
-            saved_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            saved_at=datetime.now(timezone.utc).isoformat(timespec="microseconds"),
             world_size=self._world_size,
             files=files,
             tensors=self._tensors,

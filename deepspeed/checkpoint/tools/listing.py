@@ -22,6 +22,8 @@ from deepspeed.errors import ArgumentError
 
 __all__ = ["list_checkpoints"]
 
+_TO_SECONDS = len("2026-01-31T12:00:00")
+
 
 def list_checkpoints(load_dir: Path) -> Report:
     """Look at every tag of a folder.
@@ -68,7 +70,7 @@ def _tables(
 
 
 def _row(facts: Facts, named_by: dict[str, str]) -> list[object]:
-    time = facts.saved_at.split("+")[0].replace("T", " ") if facts.saved_at else None
+    time = facts.saved_at[:_TO_SECONDS].replace("T", " ") if facts.saved_at else None
     mark = ", ".join(_namers(facts.tag, named_by))
     size = nbytes_text(facts.nbytes)
     layout = "own" if facts.layout == Layout.OURS.value else facts.layout

@@ -18,8 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from deepspeed.checkpoint.disk.folders import new_token, swap_in
-from deepspeed.checkpoint.disk.storage import Storage
-from deepspeed.errors import ArgumentError, CheckpointError
+from deepspeed.checkpoint.disk.storage import Storage, cure_of
+from deepspeed.errors import ArgumentError, CheckpointError, DeepSpeedError
 
 __all__ = ["point_to", "written_aside"]
 
@@ -35,9 +35,21 @@ def written_aside(output: Path, storage: Storage, *, keep_unfinished: bool = Fal
 
     Raises:
         ArgumentError: `output` is a file.
-        CheckpointError: another live conversion works on the same output.
-        OSError: the system refused; `output` is what it was.
+        CheckpointError: another live conversion works on the same output, or the system refused; `output` is what it was.
     """
+    try:
+        with _written_aside(output, storage, keep_unfinished) as working:
+            yield working
+    except DeepSpeedError:  # some are an OSError too
+        raise
+    except OSError as error:
+        raise CheckpointError(
+            f"could not write {output}: {error}. What was there before is intact. {cure_of(error)}"
+        ) from error
+
+
+@contextmanager
+def _written_aside(output: Path, storage: Storage, keep_unfinished: bool) -> Iterator[Path]:
     if output.exists() and not output.is_dir():
         raise ArgumentError(f"the output folder {output} is a file. Remove it, or give another folder.")
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -99,8 +99,8 @@ def write_stages(
 
     Raises:
         ArgumentError: a value is unusable, or there is a folder of that tag.
-        CheckpointError: the source has something that this layout, or that stage of it, cannot hold.
-        OSError: the system refused, e.g. a full disk. Nothing is left of the new folder then.
+        CheckpointError: the source has something that this layout, or that stage of it, cannot hold; or the
+            system refused, e.g. a full disk. Nothing is left of the new folder then.
     """
     storage = storage or Storage()
     output = new_tag_folder(Path(output_dir).absolute(), source.tag if tag is None else tag)

@@ -106,8 +106,8 @@ def write_universal(
 
     Raises:
         MissingUniversalInfoError, UnmatchedPatternError: see above; nothing is written.
-        CheckpointError: the source cannot be read, or has a value that this layout cannot hold.
-        OSError: the system refused, e.g. a full disk. What was at the output before is intact.
+        CheckpointError: the source cannot be read, or has a value that this layout cannot hold; or the system
+            refused, e.g. a full disk. What was at the output before is intact.
     """
     output, storage = Path(output_folder).absolute(), storage or Storage()
     weights = sort_weights(source)

@@ -235,6 +235,8 @@ def test_what_is_not_there_is_told_as_the_builtin_that_callers_catch(tmp_path: P
     with pytest.raises(ValueError, match=r"no file 'latest', so a tag is needed. Tags there: 't'") as no_latest:
         open_weights(tmp_path / "in")
     assert isinstance(no_latest.value, NoLatestError)
+    with pytest.raises(CheckpointNotFoundError, match="no checkpoint '5'"):
+        open_weights(tmp_path / "in", 5)  # type: ignore[arg-type]  # numbers are taken as at a save
     assert open_weights(tmp_path / "in", "t").folder == tmp_path / "in" / "t"
 
 

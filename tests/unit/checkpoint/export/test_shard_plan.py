@@ -29,7 +29,7 @@ def test_sizes_are_read_in_the_units_of_the_hub(text: Any, nbytes: int) -> None:
     assert parse_nbytes(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "GB", "five", "5XB", "-5GB", 0, "0GB", "0.1B", None])
+@pytest.mark.parametrize("text", ["", "GB", "five", "5XB", "-5GB", 0, "0GB", "0.1B", 1.5, "1.5", None])
 def test_what_is_no_size_is_refused_with_an_example(text: Any) -> None:
     with pytest.raises(ArgumentError, match=r"max_shard_size=.* is no size of a file.*'5GB'"):
         parse_nbytes(text)

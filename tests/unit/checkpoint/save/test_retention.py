@@ -167,3 +167,10 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint_or_none(tmp_path: Path) 
         assert sorted(path.name for path in folder.iterdir()) == (["a"] if there else []) + ["b", "latest"]
         states.add((is_done, there))
     assert states == {(False, True), (False, False), (True, False)}
+
+
+def test_saves_within_one_second_go_by_their_order_whatever_their_names(tmp_path: Path) -> None:
+    for tag in ("z", "y", "x", "w"):
+        save(tmp_path, tag)
+    remove_superseded(tmp_path, "w", KeepRules(last=2), Storage())
+    assert list_tags(tmp_path) == ["w", "x"]
