@@ -21,7 +21,7 @@ from deepspeed.checkpoint.original.archive import check_archive
 from deepspeed.checkpoint.tools.facts import files_in
 from deepspeed.checkpoint.tools.output import DAMAGED, FINE, Report, line, nbytes_text
 from deepspeed.checkpoint.tools.places import Place, all_tags, find_place, latest_files, open_place
-from deepspeed.errors import CheckpointNotFoundError, DeepSpeedError
+from deepspeed.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError, DeepSpeedError
 
 __all__ = ["Verdict", "verify", "verify_tag"]
 
@@ -121,12 +121,22 @@ def _check_others(place: Place, there: Iterable[str], progress: Callable[[str], 
             progress(f"{place.folder.name}/{file}")
             if fault := check_archive(place.folder / file):
                 faults.append(f"{file}: {fault}")
-    if not faults:
-        try:
-            open_place(place)
-        except DeepSpeedError as error:
-            return [str(error)]
-    return faults
+    return faults or _lost_files(place)
+
+
+def _lost_files(place: Place) -> list[str]:
+    """What the files that are there show to be missing; state that cannot be given for other reasons is no damage."""
+    try:
+        source = open_place(place)
+    except DeepSpeedError as error:
+        return [str(error)]
+    try:
+        source.names(names.optimizer_tensor("", "")[:-1])
+    except CheckpointDamagedError as error:
+        return [str(error)]
+    except CheckpointError:
+        return []
+    return []
 
 
 def _lines(verdicts: list[Verdict]) -> list[RenderableType]:

@@ -4,7 +4,7 @@
     expert-parallel rank 1   local 0, 1  ->  global 2, 3
 
 Data-parallel rank `d` is expert-parallel rank `d % ep_size`; ranks of one expert-parallel rank share its experts' shards.
-Pure. Called by `slices` and `stages`.
+Pure. Called by `slices`, `rank_slices` and `completeness`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,14 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-__all__ = ["ExpertNames"]
+__all__ = ["ExpertNames", "is_expert"]
 
 _EXPERT = re.compile(r"(.*\.deepspeed_experts\.)(\d+)(\..*)")
+
+
+def is_expert(name: str) -> bool:
+    """Whether a parameter belongs to an expert."""
+    return _EXPERT.fullmatch(name) is not None
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
-from deepspeed.checkpoint.original.engine_state import zero_stage_of
+from deepspeed.checkpoint.original.engine_state import plain_module, zero_stage_of
+from deepspeed.checkpoint.original.reading.completeness import (
+    check_trained_layers,
+    check_weights,
+    expert_ranks_of,
+)
 from deepspeed.checkpoint.original.reading.experts import ExpertNames
 from deepspeed.checkpoint.original.reading.model_ranks import ModelRank
 from deepspeed.checkpoint.original.reading.pipeline import stage_layers
@@ -20,12 +25,14 @@ from deepspeed.errors import CheckpointDamagedError, CheckpointError
 
 __all__ = ["read_rank", "read_unsharded_pipeline"]
 
+_NO_SHARDS = CheckpointDamagedError("there are no *_optim_states.pt, which hold the optimizer's state")
+
 
 def read_rank(rank: ModelRank, members: Sequence[Sequence[str]] | None) -> Slice:
     """Everything that a model-parallel rank stored; see `StageSource` for `members`."""
     model = rank.models[0]
     buffers = set(model.get("buffer_names") or ())
-    module = {name: value for name, value in (model.get("module") or {}).items() if isinstance(value, Tensor)}
+    module = plain_module(model)
     parameters = {name: value for name, value in module.items() if name not in buffers}
     aliases = model.get("shared_params")
     aliases = dict(aliases) if aliases is not None else _aliases_of(parameters)
@@ -35,6 +42,7 @@ def read_rank(rank: ModelRank, members: Sequence[Sequence[str]] | None) -> Slice
     into.dtypes = {name: value.dtype for name, value in module.items()}
     into.weights = read_weights(rank.models, aliases)
     into.weights.update({name: stored(value) for state in rank.experts for name, value in state.items()})
+    check_weights(model, {name: weight.shape for name, weight in into.weights.items()}, is_sharded=rank.is_sharded)
     stage = 3 if rank.is_sharded else int(rank.shards[0].get("zero_stage") or 1) if rank.shards else 0
     _tell_frozen(into, model, buffers, stage)
     return into
@@ -47,14 +55,19 @@ def _read_optimizer(rank: ModelRank, owned: Mapping[str, Tensor], members: Seque
         into = read_sharded(model, rank.shards, ExpertNames.of(names))
     elif rank.is_sharded:
         raise CheckpointDamagedError(f"{rank.name} has no weights at ZeRO stage 3, and there are no *_optim_states.pt.")
-    elif zero_stage_of(model.get("ds_config")) > 0 and model.get("param_shapes"):
-        into = Slice(refusal="there are no *_optim_states.pt, which hold the optimizer's state")
+    elif _lost_shards(model):
+        into = Slice(refusal=_NO_SHARDS)
     elif model.get("optimizer") is None:
         return Slice(has_optimizer=False)
     else:
         into = _read_unsharded(rank, owned, members)
     into.has_optimizer = True
     return into
+
+
+def _lost_shards(model: Mapping[str, Any]) -> bool:
+    """Whether the optimizer's state lay in shards, of a rank that has none."""
+    return zero_stage_of(model.get("ds_config")) > 0 and any(model.get("param_shapes") or ())
 
 
 def _read_unsharded(rank: ModelRank, owned: Mapping[str, Tensor], members: Sequence[Sequence[str]] | None) -> Slice:
@@ -64,9 +77,11 @@ def _read_unsharded(rank: ModelRank, owned: Mapping[str, Tensor], members: Seque
         groups = unnamed.groups
         if rank.expert_optimizers:
             return _read_unsharded_experts(rank, owned)
+        if expert_ranks_of(rank.models[0]["optimizer"]):
+            raise CheckpointDamagedError("there are no expp_rank_*_optim_states.pt, which hold the state of the experts")
         return name_entries(unnamed, members, owned)
     except CheckpointError as error:
-        return Slice(groups=groups, members=[[] for _ in groups], refusal=str(error))
+        return Slice(groups=groups, members=[[] for _ in groups], refusal=error)
 
 
 def _read_unsharded_experts(rank: ModelRank, dense: Mapping[str, Tensor]) -> Slice:
@@ -118,14 +133,17 @@ def read_unsharded_pipeline(
         degree: tensor-parallel ranks.
     """
     slices = [Slice(has_optimizer=rank.models[0].get("optimizer") is not None) for rank in ranks]
+    if _lost_shards(ranks[0].models[0]):
+        return [Slice(refusal=_NO_SHARDS, has_optimizer=True) for _ in ranks]
     unnamed = [entries_of(rank.models[0]["optimizer"]) for rank in ranks if rank.models[0].get("optimizer") is not None]
     if len(unnamed) < len(ranks):
         return slices
     shapes = {layer: [tuple(value.shape) for value in states[0].values()] for layer, states in layers.items()}
     stages = stage_layers(shapes, [[entry.shape for entry in stage.entries] for stage in unnamed[::degree]])
+    check_trained_layers(shapes, [[entry.state for entry in stage.entries] for stage in unnamed[::degree]])
     if stages is None or any(len(stage.groups) != 1 for stage in unnamed):
         for each in slices:
-            each.refusal = (
+            each.refusal = CheckpointError(
                 "a pipeline without ZeRO stores the optimizer's state by number, and the layers fit the numbers in no way "
                 "or in several (frozen parameters, several parameter groups, or tied layers)"
             )

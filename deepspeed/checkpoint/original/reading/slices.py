@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.checkpoint.original.engine_state import plain_groups
+from deepspeed.checkpoint.original.engine_state import plain_groups, plain_module
 from deepspeed.checkpoint.original.reading.assembled import Pieces, Stored
 from deepspeed.checkpoint.original.reading.experts import ExpertNames
 from deepspeed.checkpoint.original.zero_layout import (
@@ -61,7 +61,7 @@ class Slice:
     aliases: dict[str, str] = field(default_factory=dict)
     """Tied parameters: later names -> first name."""
 
-    refusal: str | None = None
+    refusal: CheckpointError | None = None
     """Why the optimizer's state cannot be given, where it cannot."""
 
     def add(self, other: Slice) -> None:
@@ -92,7 +92,7 @@ def read_weights(models: Sequence[Mapping[str, Any]], aliases: Mapping[str, str]
         aliases: names to leave out.
     """
     first = models[0]
-    module = {k: v for k, v in (first.get("module") or {}).items() if isinstance(v, Tensor) and k not in aliases}
+    module = {name: value for name, value in plain_module(first).items() if name not in aliases}
     elsewhere = {name for shapes in first.get("param_shapes") or () for name in shapes} if len(models) > 1 else set()
     frozen = first.get("frozen_param_fragments") or {}
     weights = {name: stored(value) for name, value in module.items() if name not in elsewhere and name not in frozen}
@@ -207,6 +207,7 @@ def _read_flat_group(group: _FlatGroup, into: Slice) -> None:
         _check_numel(name, shape, sum(place.numel for place in places))
         into.masters[name] = _assemble(name, shape, group.masters, places)
         first = group.states[places[0].rank if places else 0]
+        _check_keys(name, group.states, places)
         into.scalars[name] = {}
         for key, value in first.items():
             if not isinstance(value, Tensor) or value.dim() == 0:
@@ -217,7 +218,7 @@ def _read_flat_group(group: _FlatGroup, into: Slice) -> None:
                     f"optimizer state {key!r} has {value.numel()} elements for a shard of {group.masters[0].numel()}: it is "
                     "no state per element, so it cannot be told which parameter it belongs to"
                 )
-            flats = [state[key].reshape(-1) if key in state else value[:0] for state in group.states]
+            flats = [state[key].reshape(-1) if key in state else value.reshape(-1)[:0] for state in group.states]
             into.optimizer.setdefault(name, {})[key] = _assemble(name, shape, flats, places)
 
 
@@ -225,6 +226,16 @@ def _assemble(name: str, shape: tuple[int, ...], flats: Sequence[Tensor], places
     pieces = [flats[place.rank][place.start : place.start + place.numel] for place in places]
     _check_numel(name, shape, sum(piece.numel() for piece in pieces))
     return Stored(shape, flats[0].dtype, Pieces(pieces))
+
+
+def _check_keys(name: str, states: Sequence[Mapping[str, Any]], places: Sequence[Place]) -> None:
+    """Every shard with elements of a parameter has the same keys of its state."""
+    every = dict.fromkeys(key for place in places for key in states[place.rank])
+    for place in places:
+        if lacking := [key for key in every if key not in states[place.rank]]:
+            raise CheckpointDamagedError(
+                f"the optimizer's shard of rank {place.rank} lacks {', '.join(lacking)} for {name!r}, which others have."
+            )
 
 
 def _members(param_groups: Sequence[Mapping[str, Any]], flat_groups: Sequence[_FlatGroup]) -> list[list[str]]:

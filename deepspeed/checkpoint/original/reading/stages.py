@@ -25,6 +25,12 @@ from deepspeed.checkpoint.original.archive import load_archive
 from deepspeed.checkpoint.original.engine_state import client_state_of, engine_state_of, loss_scaler_of
 from deepspeed.checkpoint.original.files import StageFiles
 from deepspeed.checkpoint.original.reading.assembled import Stored, TensorTable
+from deepspeed.checkpoint.original.reading.completeness import (
+    check_layer_slices,
+    check_optimizer_state,
+    check_same_names,
+    check_trained_names,
+)
 from deepspeed.checkpoint.original.reading.model_ranks import ModelRank, open_model_ranks
 from deepspeed.checkpoint.original.reading.pipeline import layer_names
 from deepspeed.checkpoint.original.reading.rank_slices import read_rank, read_unsharded_pipeline
@@ -33,9 +39,12 @@ from deepspeed.checkpoint.original.reading.slices import Slice, stored
 from deepspeed.checkpoint.original.reading.tensor_parallel import TensorParallelRules
 from deepspeed.checkpoint.original.reading.unsharded import unsharded_scaler
 from deepspeed.checkpoint.source import EngineState, OptimizerState
+from deepspeed.common.logging import get_logger
 from deepspeed.errors import CheckpointDamagedError, CheckpointError
 
 __all__ = ["StageSource"]
+
+_logger = get_logger(__name__)
 
 _OPTIMIZER = optimizer_tensor("", "")[:-1]
 
@@ -65,10 +74,19 @@ class StageSource:
         with _about(folder):
             whole, loss_scaler = _put_together(folder, self._files, model_ranks, members)
         self._refusal = whole.refusal
-        self._is_numbered = whole.has_optimizer and not any(rank.shards for rank in model_ranks)
+        is_lost = isinstance(whole.refusal, CheckpointDamagedError)
+        self._is_numbered = whole.has_optimizer and not is_lost and not any(rank.shards for rank in model_ranks)
         self._tensors = TensorTable(folder)
         _fill(self._tensors, whole)
         self._state = _state_of(whole, self._models, model_ranks[0], loss_scaler)
+        if is_lost and ranks.rank == 0:
+            dtypes = sorted({str(weight.dtype) for weight in whole.weights.values() if weight.dtype.is_floating_point})
+            _logger.warning(
+                "checkpoint %s: %s. Its weights are read as the model held them (%s), without fp32 copies.",
+                folder,
+                whole.refusal,
+                ", ".join(dtypes),
+            )
 
     def with_members(self, members: Sequence[Sequence[str]]) -> StageSource:
         """The same checkpoint with the names of each group known; itself where they are not needed or do not fit."""
@@ -94,10 +112,11 @@ class StageSource:
         """Names of all tensors that start with `prefix`, sorted.
 
         Raises:
-            CheckpointError: the optimizer's tensors are asked for, and cannot be given; the text says why.
+            CheckpointDamagedError: the optimizer's tensors are asked for, and their files are lost.
+            CheckpointError: they cannot be given for another reason; the text says why.
         """
         if self._refusal is not None and prefix.startswith(_OPTIMIZER):
-            raise CheckpointError(
+            raise type(self._refusal)(
                 f"checkpoint {self.folder}: {self._refusal}. Pass load_optimizer_states=False to load everything else."
             )
         return self._tensors.names(prefix)
@@ -145,6 +164,7 @@ def _put_together(
     first = ranks[0].models[0]
     layers = _open_layers(folder, files)
     degree = _tensor_parallel_degree(first, layers, len(ranks))
+    check_layer_slices(layers, degree)
     rules = TensorParallelRules(first.get("universal_checkpoint_info"), degree)
     if layers and not any(rank.shards for rank in ranks):
         slices = read_unsharded_pipeline(ranks, layers, degree)
@@ -153,11 +173,41 @@ def _put_together(
     whole = Slice()
     for stage in range(len(ranks) // degree):
         _merge(whole, _join(slices[stage * degree : (stage + 1) * degree], rules))
-    names = layer_names(_shapes(layers), {name: master.shape for name, master in whole.masters.items()})
+    if any(rank.shards for rank in ranks):
+        _check_state(whole, first)
+    if layers:
+        _add_layers(whole, layers, rules, [rank.models[0] for rank in ranks[::degree]])
+    return whole, loss_scaler_of(ranks[0].shards[0] if ranks[0].shards else unsharded_scaler(first.get("optimizer") or {}))
+
+
+def _add_layers(
+    whole: Slice,
+    layers: Mapping[int, Sequence[Mapping[str, Tensor]]],
+    rules: TensorParallelRules,
+    stages: Sequence[Mapping[str, Any]],
+) -> None:
+    """Add a pipeline's weights; `stages` are the model states of each stage's first tensor-parallel rank."""
+    shapes = {layer: {key: tuple(value.shape) for key, value in states[0].items()} for layer, states in layers.items()}
+    trained = {
+        n: tuple(shape) for states in stages for group in states.get("param_shapes") or () for n, shape in group.items()
+    }
+    names = layer_names(shapes, trained)
+    check_trained_names(trained, [name for of_layer in names.values() for name in of_layer.values()])
     for layer, of_tensor_ranks in layers.items():
+        check_same_names(f"tensor in its file of layer {layer}", [state.keys() for state in of_tensor_ranks])
         for key, name in names[layer].items():
             whole.weights[name] = rules.join(name, [stored(state[key]) for state in of_tensor_ranks])
-    return whole, loss_scaler_of(ranks[0].shards[0] if ranks[0].shards else unsharded_scaler(first.get("optimizer") or {}))
+
+
+def _check_state(whole: Slice, model: Mapping[str, Any]) -> None:
+    check_optimizer_state(
+        whole.groups,
+        whole.members,
+        {name: whole.optimizer.get(name, {}).keys() | whole.scalars.get(name, {}).keys() for name in whole.masters},
+        dims={name: len(master.shape) for name, master in whole.masters.items()},
+        may_lack_all=False,
+        steps=int(model.get("global_steps") or 0) - int(model.get("skipped_steps") or 0),
+    )
 
 
 def _open_layers(folder: Path, files: StageFiles) -> dict[int, list[Mapping[str, Tensor]]]:
@@ -167,10 +217,6 @@ def _open_layers(folder: Path, files: StageFiles) -> dict[int, list[Mapping[str,
         state = load_archive(folder / file.name)
         layers.setdefault(file.layer, []).append({k: v for k, v in state.items() if isinstance(v, Tensor)})
     return layers
-
-
-def _shapes(layers: Mapping[int, Sequence[Mapping[str, Tensor]]]) -> dict[int, dict[str, tuple[int, ...]]]:
-    return {layer: {key: tuple(value.shape) for key, value in states[0].items()} for layer, states in layers.items()}
 
 
 def _tensor_parallel_degree(first: Mapping[str, Any], layers: Mapping[int, Sequence[Any]], ranks: int) -> int:
@@ -186,6 +232,8 @@ def _join(slices: Sequence[Slice], rules: TensorParallelRules) -> Slice:
     first = slices[0]
     if len(slices) == 1:
         return first
+    check_same_names("weight", [s.weights for s in slices])
+    check_same_names("optimizer state", [s.masters for s in slices])
     first.weights = {name: rules.join(name, [s.weights[name] for s in slices]) for name in first.weights}
     first.masters = {name: rules.join(name, [s.masters[name] for s in slices]) for name in first.masters}
     first.optimizer = {

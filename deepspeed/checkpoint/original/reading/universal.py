@@ -38,10 +38,13 @@ from deepspeed.checkpoint.original.engine_state import (
     group_members,
     loss_scaler_of,
     plain_groups,
+    plain_module,
     shared_parameters_of,
 )
 from deepspeed.checkpoint.original.files import ModelFile, StageFiles
 from deepspeed.checkpoint.original.reading.assembled import Pieces, Stored
+from deepspeed.checkpoint.original.reading.completeness import CURE, check_optimizer_state
+from deepspeed.checkpoint.original.reading.model_ranks import check_ranks
 from deepspeed.checkpoint.original.reading.share_check import check_share
 from deepspeed.checkpoint.source import EngineState, OptimizerState
 from deepspeed.errors import CheckpointDamagedError
@@ -63,25 +66,29 @@ class UniversalSource:
     """A universal folder of the original, open for reading; see `CheckpointSource`.
 
     Raises:
-        CheckpointDamagedError: a trained parameter has no value, or a file cannot be read.
+        CheckpointDamagedError: a trained parameter has no value or not the state that the others have, a rank's model states
+            or `optimizer_state.pt` are lost, or a file cannot be read.
     """
 
     def __init__(self, folder: Path, tag: str, ranks: Ranks) -> None:
         self.folder = folder
         self.tag = tag
         self._ranks = ranks
-        self._model_files = _of_one_kind(StageFiles.of(path.name for path in folder.iterdir()).models)
+        model_files = StageFiles.of(path.name for path in folder.iterdir()).models
+        self._model_files = _of_one_kind(model_files)
         first_of_rank = {file.model_rank: file for file in reversed(self._model_files)}
         self._model_states = [load_archive(folder / first_of_rank[rank].name) for rank in sorted(first_of_rank)]
+        self._check_model_files(model_files)
         self._shapes = {n: tuple(shape) for states in self._model_states for n, shape in _trained_shapes(states)}
         self._open = lru_cache(maxsize=_KEPT_OPEN)(self._open_anew)
+        zero = folder / UNIVERSAL_FOLDER
+        self._folders = {path.name: {file.name for file in path.glob("*.pt")} for path in zero.iterdir() if path.is_dir()}
         self._places = self._find_places()
+        self._check_state_files()
 
     @cached_property
     def state(self) -> EngineState:
         """What the engine stored besides tensors."""
-        path = self.folder / UNIVERSAL_FOLDER / OPTIMIZER_STATE_FILE
-        stored = load_archive(path) if path.is_file() else {}
         buffers = {name for states in self._model_states for name in states.get("buffer_names") or ()}
         order = {name: number for states in self._model_states for number, name in enumerate(states.get("module") or ())}
         static = [name.removeprefix(module_tensor("")) for name in self.names(module_tensor(""))]
@@ -91,8 +98,8 @@ class UniversalSource:
             self._model_states,
             frozen_parameters=[*known, *(name for name in frozen if name not in known)],
             has_frozen_parameters=all(name in frozen for name in known),
-            optimizer=self._optimizer_state(stored) if stored else None,
-            loss_scaler=loss_scaler_of(stored),
+            optimizer=self._optimizer_state() if self._stored else None,
+            loss_scaler=loss_scaler_of(self._stored),
         )
 
     def with_members(self, members: Sequence[Sequence[str]]) -> UniversalSource:
@@ -137,15 +144,55 @@ class UniversalSource:
         files = [self.folder / file.name for file in StageFiles.of(path.name for path in self.folder.iterdir()).models]
         check_share(self.folder, [*files, *sorted(zero.glob("*.pt")), *sorted(zero.glob("*/*.pt"))], self._ranks)
 
+    # -- what is lost -------------------------------------------------------------------------------------------------
+
+    def _check_model_files(self, files: Sequence[ModelFile]) -> None:
+        if not files:
+            raise CheckpointDamagedError(
+                f"{self.folder} has no *_model_states.pt of a rank, which holds the engine's state."
+            )
+        first = self._model_states[0]
+        for rank in check_ranks(self.folder, "mp_rank", {file.model_rank for file in files}, first.get("mp_world_size")):
+            sharded = {f.data_rank for f in files if f.model_rank == rank and f.data_rank is not None}
+            if sharded:
+                check_ranks(self.folder, f"model states of mp_rank {rank}", sharded, first.get("dp_world_size"))
+
+    def _check_state_files(self) -> None:
+        """Compare the files of each parameter with those of the others in its group."""
+        keys = {n: {f.removesuffix(".pt") for f in self._folders[n] - {MASTER_FILE}} for n in self._trained()}
+        if not self._stored:
+            if any(keys.values()):
+                raise CheckpointDamagedError(
+                    f"{self.folder} lacks {UNIVERSAL_FOLDER}/{OPTIMIZER_STATE_FILE}, and has the optimizer's tensors. {CURE}"
+                )
+            return
+        step = STEP_FILE.removesuffix(".pt")
+        is_common = _common_step(self._stored.get("optimizer_state_dict") or {}, self._param_groups) is not None
+        if is_common and not any(step in found for found in keys.values()):
+            keys = {name: found | {step} if found else found for name, found in keys.items()}
+        first = self._model_states[0]
+        try:
+            check_optimizer_state(
+                self._param_groups,
+                self._members(),
+                keys,
+                dims={name: len(shape) for name, shape in self._shapes.items()},
+                may_lack_all=MEMBERS_KEY in self._stored,  # ours: the original's flat buffers have state for every parameter
+                steps=int(first.get("global_steps") or 0) - int(first.get("skipped_steps") or 0),
+            )
+        except CheckpointDamagedError as error:
+            raise CheckpointDamagedError(
+                f"{self.folder}: {error} For the weights alone, remove {UNIVERSAL_FOLDER}/{OPTIMIZER_STATE_FILE} and every "
+                f"file of the optimizer's state beside {MASTER_FILE}."
+            ) from error
+
     # -- where each tensor lies ---------------------------------------------------------------------------------------
 
     def _find_places(self) -> dict[str, Callable[[], Stored]]:
         """Name of each tensor -> how to open it."""
-        zero = self.folder / UNIVERSAL_FOLDER
-        folders = {path.name: {file.name for file in path.glob("*.pt")} for path in zero.iterdir() if path.is_dir()}
         shared = shared_parameters_of(self._model_states)  # [Note: the owner counts]
         places: dict[str, Callable[[], Stored]] = {}
-        for name, files in folders.items():
+        for name, files in self._folders.items():
             if name in shared or MASTER_FILE not in files:
                 continue
             if name not in self._shapes and files == {MASTER_FILE}:
@@ -177,9 +224,9 @@ class UniversalSource:
         for name, shape in (states.get("frozen_param_shapes") or {}).items():
             if name in (states.get("frozen_param_fragments") or {}):
                 yield name, partial(self._open_fragments, name, tuple(shape))
-        for name, value in (states.get("module") or {}).items():
+        for name, value in plain_module(states).items():
             is_known = name in self._shapes or name in shared or name in (states.get("frozen_param_shapes") or {})
-            if not is_known and isinstance(value, Tensor):
+            if not is_known:
                 yield name, partial(_stored, value.detach(), tuple(value.shape))
 
     def _open_anew(self, name: str) -> Stored:
@@ -216,18 +263,31 @@ class UniversalSource:
 
     # -- the optimizer ------------------------------------------------------------------------------------------------
 
-    def _optimizer_state(self, stored: Mapping[str, Any]) -> OptimizerState:
-        inner = stored.get("optimizer_state_dict") or {}
-        param_groups = stored.get("param_groups") or inner.get("param_groups") or []
-        shapes = [states.get("param_shapes") or [] for states in self._model_states]
-        common = _common_step(inner, param_groups)
+    @cached_property
+    def _stored(self) -> Mapping[str, Any]:
+        """Content of `optimizer_state.pt`; empty: a folder of weights alone."""
+        path = self.folder / UNIVERSAL_FOLDER / OPTIMIZER_STATE_FILE
+        stored: Mapping[str, Any] = load_archive(path) if path.is_file() else {}
+        return stored
+
+    @property
+    def _param_groups(self) -> Sequence[Mapping[str, Any]]:
+        inner = self._stored.get("optimizer_state_dict") or {}
+        return self._stored.get("param_groups") or inner.get("param_groups") or []
+
+    def _optimizer_state(self) -> OptimizerState:
+        common = _common_step(self._stored.get("optimizer_state_dict") or {}, self._param_groups)
         steps = {name: self._step(name, common) for name in self._trained()}
         return {
             "name": None,
-            "groups": plain_groups(param_groups),
-            "members": stored.get(MEMBERS_KEY) or group_members(shapes, len(param_groups)),
+            "groups": plain_groups(self._param_groups),
+            "members": self._members(),
             "scalars": {name: {"step": step} for name, step in steps.items() if step is not None},
         }
+
+    def _members(self) -> list[list[str]]:
+        shapes = [states.get("param_shapes") or [] for states in self._model_states]
+        return self._stored.get(MEMBERS_KEY) or group_members(shapes, len(self._param_groups))
 
     def _trained(self) -> list[str]:
         return [name.removeprefix(master_tensor("")) for name in self.names(master_tensor(""))]
@@ -254,7 +314,7 @@ def _trained_shapes(states: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield from entry.items()
 
 
-def _common_step(inner: Mapping[str, Any], param_groups: list[Mapping[str, Any]]) -> float | None:
+def _common_step(inner: Mapping[str, Any], param_groups: Sequence[Mapping[str, Any]]) -> float | None:
     """The step that all parameters share, where it is not stored for each: in the state of the first that has one."""
     for state in [*(inner.get("state") or {}).values(), *param_groups]:
         if "step" in state:
