@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from deepspeed.checkpoint import CheckpointSource, open_checkpoint, resolve_tag
 from deepspeed.checkpoint.agreement import ranks_of, together
 from deepspeed.checkpoint.disk import names
+from deepspeed.checkpoint.disk.tags import hint_for
 from deepspeed.checkpoint.save.node_load import open_on_nodes
 from deepspeed.checkpoint.save.tiers import choose_load_dir, load_places
 from deepspeed.checkpoint.source import OptimizerState
@@ -84,7 +85,8 @@ class LoadingMembers:
         self._parts.saver.wait()
         opened = self._open(Path(load_dir), None if tag is None else str(tag))
         if opened is None:
-            logger.warning("%s holds no file 'latest' and no tag was given: nothing was loaded.", load_dir)
+            hint = hint_for(load_dir)
+            logger.warning("%s holds no file 'latest' and no tag was given: nothing was loaded. %s", load_dir, hint)
             return None, None
         load_dir, source = opened
         with torch.inference_mode(False), torch.no_grad():

@@ -86,14 +86,14 @@ def master_tensor(name: str) -> str:
 
 
 def optimizer_tensor(parameter: str, key: str) -> str:
-    """Name of one entry of the optimizer's state, e.g. `exp_avg` of `fc1.weight`."""
-    return f"optimizer/{parameter}/{key}"
+    """Name of one entry of the optimizer's state, e.g. `exp_avg` of `fc1.weight`; a slash in the key is written `%2F`."""
+    return f"optimizer/{parameter}/{key.replace('%', '%25').replace('/', '%2F')}"
 
 
 def split_optimizer_tensor(name: str) -> tuple[str, str]:
-    """Parameter and state key of a name made by `optimizer_tensor` (a state key holds no slash)."""
+    """Parameter and state key of a name made by `optimizer_tensor`."""
     parameter, _, key = name.removeprefix("optimizer/").rpartition("/")
-    return parameter, key
+    return parameter, key.replace("%2F", "/").replace("%25", "%")
 
 
 def state_tensor(number: int) -> str:
