@@ -12,7 +12,7 @@ Tensors are described globally (name, shape, dtype) and stored as fragments of t
 later job asks for the range it needs, whoever wrote it. There is no pickle anywhere.
 The page `docs/reference/checkpoint-format.md` describes every field; `docs/adr/0003-checkpoint-format.md` says why.
 
-    engine --- Piece --> writer.write_checkpoint --> container, client_state, manifest --> folders (commit), storage (bytes)
+    engine --- Piece --> save (background, writer) --> disk: container, client_state, manifest --> folders, storage (commit)
     engine <-- tensors - opening.open_checkpoint <-- reader | original.reading <-- tags (which folder)
                              every decision by `agreement.together`: all ranks go on, or all raise the same error
 """

@@ -3,7 +3,8 @@
     .check_own_share()             hash this rank's share of the files
     .read(name, start, length)     bytes from the files straight into the tensor; not collective
 
-Does not live here: what becomes of the tensors (the engine), which folder it is (`opening`). Called by `opening`.
+Does not live here: what becomes of the tensors (the engine), which folder it is (`opening`). Called by `opening`,
+`save.node_load` and the tools.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ the files are ordinary safetensors files (the tests open them with the package).
 which the format does not allow between tensors.
 
 Does not live here: the header (`safetensors_header`); which tensors, under which keys (`save.writer`, `manifest`). Called by
-`save.writer` and `reader`.
+all that reads or writes such files (`reader`, `save`, `export`).
 """
 
 from __future__ import annotations

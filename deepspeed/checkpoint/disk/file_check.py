@@ -1,6 +1,7 @@
 """Files against the hashes that a manifest has for them.
 
-Does not live here: what the files hold (`reader`). Called by `reader` and `export.weights_source`; loads no torch.
+Does not live here: what the files hold (`reader`). Called by all that reads our files, and by
+`original.reading.share_check` to share the work out over ranks. Loads no torch.
 """
 
 from __future__ import annotations

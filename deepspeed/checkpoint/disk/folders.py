@@ -18,7 +18,8 @@ next save puts it back.
 from it. What has no lock yet, or never, because it exists for a moment only (a folder just made, the new `latest`), may be
 taken for a left-over; it is then made again.
 
-Does not live here: what a folder holds (`save.writer`, `reader`). Called by `save.writer`, and by `tags` to find a folder.
+Does not live here: what a folder holds (`save.writer`, `reader`). Called by all that writes aside (`save`, `export`,
+`original.writing`), by `tags` to find a folder, and by the tools to tell left-overs.
 """
 
 from __future__ import annotations

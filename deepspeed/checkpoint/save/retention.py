@@ -8,7 +8,7 @@ there are files of the user. So a checkpoint is kept for good by putting any fil
 [Note: aside first] A folder is renamed to the name of an unfinished save before its files go. A kill at any moment leaves a
 whole checkpoint under the tag, or none; the rest is removed by the next save like any left-over.
 
-Does not live here: when a save is committed (`background`). Called there, on the rank that committed.
+Does not live here: when a save is committed (`background`). Called by `tiers`, on the rank that committed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The scripts that a save leaves next to `latest`: they call the installed library, so they never grow old.
 
-Does not live here: what they do (`export.consolidate`). Called by the engine after a save, on the first rank.
+Does not live here: what they do (`export.consolidate`). Called by `background` after a save, on the first rank.
 """
 
 from __future__ import annotations

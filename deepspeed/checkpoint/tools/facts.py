@@ -1,7 +1,7 @@
 """A checkpoint in one line: layout, step, ranks, ZeRO stage, precision, size, time.
 
 Lives here: gathering these from any layout, tolerating damage. Does not live here: what is inside (`contents`).
-Called by `listing` and `contents`.
+Called by `listing`, `contents`, `damage` and `exports`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Published functions that spell the original's file names; `original.files` is the other way.
 
-Called by users, `deepspeed_checkpoint` and `zero_checkpoint`.
+Called by users through `deepspeed.checkpoint` and `deepspeed.checkpoint.utils`.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 Nothing in the file says which number is which name. They are matched by shape, by the model's order within a group, and by
 value where there is an fp32 copy. A match that is not the only one is refused, unless the caller knows the groups' names.
 
-Does not live here: sharded state (`slices`). Called by `stages`.
+Does not live here: sharded state (`slices`). Called by `rank_slices` and `stages`.
 """
 
 from __future__ import annotations
