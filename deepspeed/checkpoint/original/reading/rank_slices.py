@@ -42,7 +42,9 @@ def read_rank(rank: ModelRank, members: Sequence[Sequence[str]] | None) -> Slice
     into.dtypes = {name: value.dtype for name, value in module.items()}
     into.weights = read_weights(rank.models, aliases)
     into.weights.update({name: stored(value) for state in rank.experts for name, value in state.items()})
-    check_weights(model, {name: weight.shape for name, weight in into.weights.items()}, is_sharded=rank.is_sharded)
+    shapes = {name: weight.shape for name, weight in into.weights.items()}
+    shapes.update((alias, shapes[owner]) for alias, owner in aliases.items() if owner in shapes)
+    check_weights(model, shapes, is_sharded=rank.is_sharded)
     stage = 3 if rank.is_sharded else int(rank.shards[0].get("zero_stage") or 1) if rank.shards else 0
     _tell_frozen(into, model, buffers, stage)
     return into
