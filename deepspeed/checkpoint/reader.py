@@ -9,7 +9,6 @@ Does not live here: what becomes of the tensors (the engine), which folder it is
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -24,8 +23,9 @@ from deepspeed.checkpoint.disk.client_state import decode_client_state
 from deepspeed.checkpoint.disk.container import Header, dtype_of, read_header, read_range
 from deepspeed.checkpoint.disk.file_check import check_files, share_files
 from deepspeed.checkpoint.disk.manifest import Manifest, Part, TensorEntry, parts_of
+from deepspeed.checkpoint.disk.range_check import prepare_out, unknown_tensor
 from deepspeed.checkpoint.source import EngineState
-from deepspeed.errors import ArgumentError, CheckpointDamagedError
+from deepspeed.errors import CheckpointDamagedError
 
 __all__ = ["CheckpointReader"]
 
@@ -100,21 +100,10 @@ class CheckpointReader:
             CheckpointDamagedError: a file ends too early or does not hold what the manifest says.
         """
         entry = self._tensor(name)
-        if length is None:
-            length = entry.numel - start if out is None else out.numel()
-        if not 0 <= start <= start + length <= entry.numel:
-            raise ArgumentError(
-                f"elements {start} to {start + length} of {name!r} were asked for; it has {entry.numel} elements."
-            )
         dtype = self.dtype(name)
-        if out is None:
-            out = torch.empty(length, dtype=dtype)
-        if out.dim() != 1 or out.numel() != length:
-            raise ArgumentError(
-                f"out for {length} elements of {name!r} has shape {tuple(out.shape)}; it must be ({length},)."
-            )
+        out = prepare_out(name, entry.numel, dtype, start, length, out)
         is_direct = out.device.type == "cpu" and out.dtype == dtype and out.is_contiguous()
-        for part in parts_of(entry.fragments, start, length):
+        for part in parts_of(entry.fragments, start, out.numel()):
             self._read_part(part, dtype, out.detach()[part.at : part.at + part.length], is_direct)
         return out
 
@@ -150,10 +139,7 @@ class CheckpointReader:
 
     def _tensor(self, name: str) -> TensorEntry:
         if name not in self.manifest.tensors:
-            near = difflib.get_close_matches(name, self.manifest.tensors, n=3)
-            raise ArgumentError(
-                f"checkpoint {self.folder} holds no tensor {name!r}. Nearest names: {', '.join(map(repr, near)) or 'none'}."
-            )
+            raise unknown_tensor(self.folder, name, self.manifest.tensors)
         return self.manifest.tensors[name]
 
     def _header(self, file: str) -> Header:
