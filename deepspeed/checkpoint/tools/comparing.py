@@ -25,7 +25,7 @@ __all__ = ["WEIGHT", "TensorDifference", "compare_tensors", "difference_of", "va
 WEIGHT = "weight"
 """What a parameter's own value is called; the optimizer's entries are called by their keys."""
 
-_BLOCK_NUMEL = 1 << 20
+_BLOCK_NUMEL = 1 << 18
 _NUMBER = "number"
 
 Verdict = Literal["equal", "within tolerance", "values", "dtype", "shape", "only in A", "only in B"]
