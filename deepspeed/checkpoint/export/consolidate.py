@@ -100,8 +100,8 @@ def _describe(source: WeightsSource, weights: Sequence[Weight], dtype: str) -> l
     """What is said before the work; scripts look for these lines."""
     state = source.state
     lines = [f"Processing zero checkpoint '{source.folder}'"]
-    if source.library is not None:
-        lines.append(f"Parsing checkpoint created by deepspeed=={source.library}")
+    if source.written_by is not None:
+        lines.append(f"Parsing checkpoint created by deepspeed=={source.written_by}")
     lines.append(f"Detected checkpoint of type zero stage {state['zero_stage']}, world_size: {state['dp_world_size']}")
     for kind, title in ((Kind.FROZEN, "Frozen "), (Kind.TRAINED, "")):
         found = [weight for weight in weights if weight.kind is kind and weight.owner is None]

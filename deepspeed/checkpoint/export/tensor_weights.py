@@ -22,7 +22,7 @@ __all__ = ["TensorWeights", "open_tensor_weights"]
 class TensorWeights:
     """Weights of a source."""
 
-    library: str | None = None
+    written_by: str | None = None
 
     def __init__(self, source: CheckpointSource) -> None:
         self.folder = source.folder

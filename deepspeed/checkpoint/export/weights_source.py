@@ -41,7 +41,7 @@ class WeightsSource(Protocol):
 
     folder: Path
 
-    library: str | None
+    written_by: str | None
     """Version of the library that wrote it, where the layout says so."""
 
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
@@ -98,7 +98,7 @@ class OwnWeights:
         self.folder = folder
         self._manifest = Manifest.parse(raw, str(path))
         check_files(folder, self._manifest.files, _CHECKING_THREADS)
-        self.library: str | None = self._manifest.library
+        self.written_by: str | None = self._manifest.library
         self.state = cast("Mapping[str, Any]", self._manifest.state)
         self.tensors: Mapping[str, tuple[str, tuple[int, ...]]] = {
             name: (check_dtype(entry.dtype, f"tensor {name!r}"), tuple(entry.shape))
