@@ -51,7 +51,7 @@ clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find deepspeed tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt $(shell find csrc -type f)
 	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 10) and f"{sys.executable} is Python {v[0]}.{v[1]}; 3.10 or later is needed: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[dev]'

@@ -117,6 +117,7 @@ class Saver:
         began = time.monotonic()
         everybody = ranks_of(self._rank, self._world_size)
         is_background = self._plan.is_background
+        can_wait = threading.main_thread().is_alive()  # [Note: at exit]
         finishing = self._ranks_aside() if is_background else everybody
         start = start_checkpoint if self._nodes is None else partial(start_on_nodes, nodes=self._nodes)
         started = start(
@@ -124,14 +125,15 @@ class Saver:
             tag,
             content,
             everybody,
-            hold=self._memory.hold if is_background else None,
+            hold=self._memory.hold if is_background and can_wait else None,
             check=partial(self._tiers.before_save, save_dir),
             save_latest=save_latest,
             storage=self.owner.storage,
         )
         self._what = f"checkpoint {tag!r} in {save_dir}"
-        if not started.is_held or not threading.main_thread().is_alive():  # [Note: at exit]
-            self._warn_of_limit(started)
+        if not started.is_held:
+            if can_wait:
+                self._warn_of_limit(started)
             self._finish(started, finishing, began, None)
             return
         blocked_seconds = time.monotonic() - began

@@ -6,6 +6,8 @@ The buffer is kept from one save to the next: fresh memory costs several times t
 of it. So the first one is made ready ahead, in a thread (`prepare`), and later ones allocate nothing. Where an accelerator
 holds the state, the buffer is locked into memory and the copies run beside each other.
 
+The copy runs in a thread, outside the interpreter's lock, while the ranks agree on what they are about to write.
+
 Does not live here: when to take one (`background`). One object per rank; its methods are called by one thread.
 """
 
@@ -16,6 +18,7 @@ import math
 import mmap
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -24,14 +27,43 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.save.writer import Piece
 from deepspeed.common.logging import get_logger
 from deepspeed.errors import CheckpointError
+from deepspeed.ops.host_copy import copy_host
 
-__all__ = ["SnapshotMemory", "needed_nbytes"]
+__all__ = ["Snapshot", "SnapshotMemory", "needed_nbytes"]
 
 _ALIGNMENT_NBYTES = 64
 _SPARE_NBYTES = 1 << 20
 _SPARE_SHARE = 64
 
 _logger = get_logger(__name__)
+
+
+class Snapshot:
+    """Pieces that are being copied to places of their own.
+
+    Args:
+        pieces: what is copied.
+        places: the same pieces with the memory that it goes to.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], places: list[Piece]) -> None:
+        self._places = places
+        pairs = [(to.data, of.data.detach()) for to, of in zip(places, pieces, strict=True) if of.data.numel()]
+        for to, of in pairs:
+            if of.device.type != "cpu":
+                to.copy_(of, non_blocking=True)
+        self._is_any_on_a_device = _is_any_on_a_device(pieces)
+        on_host = [(to, of) for to, of in pairs if of.device.type == "cpu"]
+        thread = ThreadPoolExecutor(1, "deepspeed snapshot")
+        self._copying = thread.submit(copy_host, on_host)
+        thread.shutdown(wait=False)
+
+    def pieces(self) -> list[Piece]:
+        """The pieces with data of their own; blocks until the copy is complete."""
+        self._copying.result()
+        if self._is_any_on_a_device:
+            get_accelerator().synchronize()
+        return self._places
 
 
 class SnapshotMemory:
@@ -64,10 +96,10 @@ class SnapshotMemory:
             )
             self._making.start()
 
-    def hold(self, pieces: Sequence[Piece]) -> list[Piece] | None:
-        """Copy the pieces' data; what an earlier call returned is overwritten. None: they need more than the limit.
+    def hold(self, pieces: Sequence[Piece]) -> Snapshot | None:
+        """Begin to copy the pieces' data, which must not change until `Snapshot.pieces` has returned.
 
-        Blocks until the copy is complete.
+        What an earlier call gave is overwritten. None: they need more than the limit.
 
         Raises:
             CheckpointError: this host has no room for it.
@@ -76,13 +108,9 @@ class SnapshotMemory:
         self._finish_making()
         if nbytes > self._limit_nbytes:
             return None
-        is_on_device = _is_any_on_a_device(pieces)
         if nbytes > self.nbytes:
-            self._make(int(min(nbytes + _SPARE_NBYTES, self._limit_nbytes)), is_on_device)
-        held = [_copy(piece, place) for piece, place in zip(pieces, self._places(pieces), strict=True)]
-        if is_on_device:
-            get_accelerator().synchronize()
-        return held
+            self._make(int(min(nbytes + _SPARE_NBYTES, self._limit_nbytes)), _is_any_on_a_device(pieces))
+        return Snapshot(pieces, [_placed(piece, place) for piece, place in zip(pieces, self._places(pieces), strict=True)])
 
     def release(self) -> None:
         """Give the memory back. Nothing that `hold` returned may be in use."""
@@ -146,10 +174,7 @@ def _new_buffer(nbytes: int) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8).zero_()
 
 
-def _copy(piece: Piece, place: Tensor) -> Piece:
+def _placed(piece: Piece, place: Tensor) -> Piece:
+    """The piece with these bytes as its data."""
     data = piece.data.detach()
-    if not data.numel():
-        return piece
-    copied = place.view(data.dtype).view(data.shape)
-    copied.copy_(data, non_blocking=True)
-    return dataclasses.replace(piece, data=copied)
+    return dataclasses.replace(piece, data=place.view(data.dtype).view(data.shape)) if data.numel() else piece

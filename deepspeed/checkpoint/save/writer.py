@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from math import prod
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from pydantic import JsonValue
@@ -102,8 +102,15 @@ def write_checkpoint(
     return started.finish(ranks).folder
 
 
-Hold = Callable[[list[Piece]], list[Piece] | None]
-"""Gives pieces with data of their own, which no later change of the state reaches, or None where it cannot."""
+class Held(Protocol):
+    """A copy of a rank's pieces that is being made."""
+
+    def pieces(self) -> list[Piece]:
+        """The pieces, with data of their own that no later change of the state reaches. Blocks until that is complete."""
+
+
+Hold = Callable[[list[Piece]], Held | None]
+"""Begins to copy; None where it cannot."""
 
 
 @dataclass(frozen=True)
@@ -190,6 +197,7 @@ class StartedSave:
         self._save_latest = save_latest
         self._token = new_token()
         self._pieces: list[Piece] = []
+        self._held: Held | None = None
         self._state: JsonValue = None
         self._client_state: JsonValue = None
         self._rank_state: JsonValue = None
@@ -204,7 +212,7 @@ class StartedSave:
         return self._storage.is_kept
 
     def describe(self, content: Content, hold: Hold | None, check: Callable[[], None]) -> JsonValue:
-        """Collect what this rank writes, describe each piece, and take a copy where that is asked for."""
+        """Collect what this rank writes, begin to copy it where that is asked for, and describe each piece meanwhile."""
         rank = self._rank
         if rank == 0:
             check()
@@ -215,11 +223,12 @@ class StartedSave:
         if rank == 0:
             self._state = self._take(content.state(), "state", names.state_tensor)
             self._client_state = self._take(content.client_state(), "client_state", names.client_state_tensor)
-        descriptions: list[JsonValue] = [_description(piece) for piece in self._pieces]
+        for piece in self._pieces:
+            _check(piece)
         self.nbytes = sum(piece.data.nbytes for piece in self._pieces)
-        held = None if hold is None else hold(self._pieces)
-        self._pieces = held or self._pieces
-        return {"pieces": descriptions, "is_held": held is not None}
+        self._held = None if hold is None else hold(self._pieces)
+        descriptions: list[JsonValue] = [_description(piece) for piece in self._pieces]
+        return {"pieces": descriptions, "is_held": self._held is not None}
 
     def prepare(self, reports: list[JsonValue]) -> JsonValue:
         """On rank 0: see that the pieces of all ranks cover each tensor once; make the folder."""
@@ -242,7 +251,8 @@ class StartedSave:
         }
 
     def go_on(self, verdict: Mapping[str, JsonValue]) -> None:
-        """Take over what rank 0 found."""
+        """Take over what rank 0 found, and wait for the copy."""
+        self._use_copy()
         self._working_name = str(verdict["working"])
         self.is_held = bool(verdict["is_held"])
 
@@ -302,8 +312,13 @@ class StartedSave:
         nbytes = manifest.nbytes + sum(file.nbytes for file in files.values())
         return {"folder": str(final.relative_to(self.save_dir)), "nbytes": nbytes}
 
+    def _use_copy(self) -> None:
+        if self._held is not None:
+            self._pieces, self._held = self._held.pieces(), None
+
     def close(self) -> None:
         """Remove what was not committed, give the folder free, and let go of the data."""
+        self._use_copy()  # where ranks disagreed while it was made: its memory must not be given away under it
         self._pieces = []
         if self._working is not None:
             try:
@@ -332,13 +347,18 @@ class StartedSave:
         )
 
 
-def _description(piece: Piece) -> JsonValue:
-    """Check a piece and describe it for rank 0: `[name, shape, dtype, start, length]`."""
+def _check(piece: Piece) -> None:
+    """Refuse what a file cannot hold."""
     if piece.data.layout != torch.strided or piece.data.device.type == "meta":
         raise CheckpointError(
             f"tensor {piece.name!r} is {piece.data.layout} on {piece.data.device}; a checkpoint holds dense tensors with "
             f"data. Convert it, for example with .to_dense()."
         )
+    dtype_name(piece.data.dtype, f"tensor {piece.name!r}")
+
+
+def _description(piece: Piece) -> JsonValue:
+    """A piece for rank 0: `[name, shape, dtype, start, length]`."""
     dtype = dtype_name(piece.data.dtype, f"tensor {piece.name!r}")
     return [piece.name, list(piece.shape), dtype, piece.start, piece.data.numel()]
 

@@ -17,6 +17,12 @@ def _pieces(numels: list[int], seed: int = 0) -> list[Piece]:
     return [Piece.whole(f"t{n}", value.to(DTYPES[n % len(DTYPES)])) for n, value in enumerate(values)]
 
 
+def _held(memory: SnapshotMemory, pieces: list[Piece]) -> list[Piece]:
+    snapshot = memory.hold(pieces)
+    assert snapshot is not None
+    return snapshot.pieces()
+
+
 def _addresses(pieces: list[Piece]) -> list[int]:
     return [piece.data.data_ptr() for piece in pieces]
 
@@ -25,8 +31,7 @@ def _addresses(pieces: list[Piece]) -> list[int]:
 def test_a_snapshot_holds_every_value_and_shares_no_memory_with_the_state(numels: list[int]) -> None:
     pieces = _pieces(numels)
     wanted = [piece.data.clone() for piece in pieces]
-    held = SnapshotMemory().hold(pieces)
-    assert held is not None
+    held = _held(SnapshotMemory(), pieces)
     for piece in pieces:
         piece.data.zero_()
     assert [(piece.name, piece.shape, piece.start) for piece in held] == [(p.name, p.shape, p.start) for p in pieces]
@@ -37,19 +42,16 @@ def test_a_snapshot_holds_every_value_and_shares_no_memory_with_the_state(numels
 def test_strides_and_views_come_out_in_row_major_order() -> None:
     whole = torch.arange(24.0).view(4, 6)
     pieces = [Piece("turned", (6, 4), 0, whole.t()), Piece("part", (24,), 8, whole.view(-1)[8:12])]
-    held = SnapshotMemory().hold(pieces)
-    assert held is not None
+    held = _held(SnapshotMemory(), pieces)
     assert torch.equal(held[0].data.reshape(-1), whole.t().reshape(-1))
     assert held[1].data.tolist() == [8.0, 9.0, 10.0, 11.0]
 
 
 def test_the_second_snapshot_takes_no_new_memory() -> None:
     memory = SnapshotMemory()
-    first = memory.hold(_pieces([1000, 7, 300]))
+    first = _held(memory, _pieces([1000, 7, 300]))
     nbytes = memory.nbytes
-    second = memory.hold(_pieces([1000, 7, 300], seed=1))
-    assert first is not None
-    assert second is not None
+    second = _held(memory, _pieces([1000, 7, 300], seed=1))
     assert _addresses(first) == _addresses(second)
     assert memory.nbytes == nbytes
 
@@ -60,15 +62,14 @@ def test_memory_made_ready_ahead_serves_the_save_that_brings_a_little_more() -> 
     memory._finish_making()
     nbytes = memory.nbytes
     assert nbytes > 400_000
-    assert memory.hold(_pieces([100_000, 5000])) is not None
+    _held(memory, _pieces([100_000, 5000]))
     assert memory.nbytes == nbytes
 
 
 def test_a_larger_snapshot_takes_more_memory() -> None:
     memory = SnapshotMemory()
-    memory.hold(_pieces([10]))
-    held = memory.hold(_pieces([2_000_000]))
-    assert held is not None
+    _held(memory, _pieces([10]))
+    _held(memory, _pieces([2_000_000]))
     assert memory.nbytes >= 8_000_000
 
 
@@ -85,13 +86,13 @@ def test_nothing_is_copied_over_the_limit(is_prepared: bool) -> None:
 def test_a_snapshot_as_large_as_the_limit_is_taken() -> None:
     pieces = _pieces([1000])
     memory = SnapshotMemory(limit_nbytes=needed_nbytes(pieces))
-    assert memory.hold(pieces) is not None
+    _held(memory, pieces)
     assert memory.nbytes == needed_nbytes(pieces)
 
 
 def test_released_memory_is_taken_again_by_the_next_snapshot() -> None:
     memory = SnapshotMemory()
-    memory.hold(_pieces([10]))
+    _held(memory, _pieces([10]))
     memory.release()
     assert memory.nbytes == 0
-    assert memory.hold(_pieces([10])) is not None
+    _held(memory, _pieces([10]))

@@ -1,0 +1,13 @@
+"""The native library: loops in C++ that torch has no single call for, and what says whether it is there.
+
+    csrc/ ---- built with the package ----> _deepspeed_native.so ---- ctypes, at the first use ----> `library()`
+
+Nothing is compiled at run time. Where the library is absent each operator has a twin on torch's own calls, slower and with
+the same results; the modules of `deepspeed.ops` choose. See docs/adr/0010-native-library.md.
+"""
+
+from __future__ import annotations
+
+from deepspeed.ops.native.library import NativeLibrary, absence, library
+
+__all__ = ["NativeLibrary", "absence", "library"]
