@@ -21,7 +21,7 @@ from deepspeed.checkpoint.agreement import Ranks
 from deepspeed.checkpoint.disk import names, strict_json
 from deepspeed.checkpoint.disk.client_state import decode_client_state
 from deepspeed.checkpoint.disk.container import Header, dtype_of, read_header, read_range
-from deepspeed.checkpoint.disk.file_check import check_files, share_files
+from deepspeed.checkpoint.disk.file_check import check_runs, share_blocks
 from deepspeed.checkpoint.disk.manifest import Manifest, Part, TensorEntry, parts_of
 from deepspeed.checkpoint.disk.range_check import prepare_out, unknown_tensor
 from deepspeed.checkpoint.source import EngineState
@@ -113,9 +113,8 @@ class CheckpointReader:
         Raises:
             CheckpointDamagedError: on this rank only; `opening.open_checkpoint` raises on all together.
         """
-        sizes = {file: entry.nbytes for file, entry in self.manifest.files.items()}
-        own = share_files(sizes, self._ranks.world_size)[self._ranks.rank]
-        check_files(self.folder, {file: self.manifest.files[file] for file in own})
+        files = self.manifest.files
+        check_runs(self.folder, files, share_blocks(files, self._ranks.world_size)[self._ranks.rank])
 
     def _read_part(self, part: Part, dtype: torch.dtype, out: Tensor, is_direct: bool) -> None:
         located = self._header(part.file).tensors.get(part.key)

@@ -15,13 +15,25 @@ from math import prod
 from typing import Annotated, Literal, NamedTuple
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, NonNegativeInt, PositiveInt, StringConstraints, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    NonNegativeInt,
+    PositiveInt,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
+from typing_extensions import Self
 
 from deepspeed.checkpoint.disk import strict_json
 from deepspeed.checkpoint.disk.names import MANIFEST_FILE, rank_of_shard
 from deepspeed.errors import CheckpointDamagedError, CheckpointError
 
 __all__ = [
+    "BLOCK_NBYTES",
     "FORMAT",
     "VERSION",
     "FileEntry",
@@ -35,12 +47,17 @@ __all__ = [
 ]
 
 FORMAT = "deepspeed-checkpoint"
-VERSION = 1
+VERSION = 2
+"""1 had no hashes of blocks."""
+
+BLOCK_NBYTES = 16 << 20
+"""Bytes of a file that have a hash of their own."""
 
 FileName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
 """A plain name inside the tag's folder: no manifest can point outside it."""
 
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
+BlockDigest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
 
 
 class _Record(BaseModel):
@@ -52,6 +69,17 @@ class FileEntry(_Record):
 
     nbytes: NonNegativeInt = Field(description="Size of the file.")
     xxh3_128: Digest = Field(description="XXH3 128-bit hash of the file's bytes, in hexadecimal.")
+    blocks: list[BlockDigest] = Field(
+        default_factory=list,
+        description="XXH3 64-bit hash of each 16 MiB of the file, by which ranks share the check of it; the last block may "
+        "be shorter. Left out where one block is all.",
+    )
+
+    @model_validator(mode="after")
+    def _blocks_cover_the_file(self) -> Self:
+        if self.blocks and len(self.blocks) != -(-self.nbytes // BLOCK_NBYTES):
+            raise ValueError(f"{len(self.blocks)} blocks do not make {self.nbytes} bytes")
+        return self
 
 
 class Fragment(_Record):

@@ -6,6 +6,9 @@ Lives here: files, folders, renames, fsync. Does not live here: names, order of 
 [Note: past the page cache] A file that will be flushed anyway gains nothing from the page cache: its bytes are copied there,
 wait, and drive out what the training has cached. So files are written directly (O_DIRECT) where the file system can, from
 blocks that are filled and hashed while the block before is on its way to the disk. Elsewhere they take the usual way.
+
+[Note: hash what is near] A hash of bytes in the cache takes a quarter of the time of one that reads memory. So bytes are
+copied (into a block, or by the system) in small parts, and each part is hashed right after its copy.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import queue
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -29,7 +33,7 @@ from typing import ClassVar
 import xxhash
 from typing_extensions import Self
 
-from deepspeed.checkpoint.disk.manifest import FileEntry
+from deepspeed.checkpoint.disk.manifest import BLOCK_NBYTES, FileEntry
 
 __all__ = ["HashedFile", "Lock", "Storage", "WriteOptions", "Written", "cure_of", "open_run"]
 
@@ -37,6 +41,9 @@ _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+_NEAR_NBYTES = 256 << 10
+"""Bytes copied and then hashed at a time: they fit into a core's own cache twice."""
+
 _ALIGNMENT_NBYTES = mmap.PAGESIZE
 """Direct writes begin and end at multiples of this, in the file and in memory; no disk in use asks for more."""
 
@@ -81,20 +88,39 @@ class HashedFile:
         self._written = written or Written()
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._hash = xxhash.xxh3_128()
+        self._block_hash = xxhash.xxh3_64()
+        self._block_digests: list[str] = []
+        self._hashed_nbytes = 0
         self._nbytes = 0
         self._hash_seconds = 0.0
         self._blocks = _Blocks(self._fd, options) if options.is_direct and _set_direct(self._fd, True) else None
 
     def write(self, data: memoryview) -> None:
         """Append all of `data`, which may change afterwards. An error of the system may also come from a later call."""
-        began = time.thread_time()
-        self._hash.update(data)
-        self._hash_seconds += time.thread_time() - began
         self._nbytes += len(data)
-        if self._blocks is not None:
-            self._blocks.write(data)
-        else:
-            _write_all(self._fd, data)
+        for start in range(0, len(data), _NEAR_NBYTES):  # [Note: hash what is near]
+            part = data[start : start + _NEAR_NBYTES]
+            if self._blocks is not None:
+                self._blocks.write(part, self._hash_near)
+            else:
+                _write_all(self._fd, part)
+                self._hash_near(part)
+
+    def _hash_near(self, part: memoryview) -> None:
+        began = time.thread_time()
+        self._hash.update(part)
+        while part:
+            here = part[: BLOCK_NBYTES - self._hashed_nbytes % BLOCK_NBYTES]
+            self._block_hash.update(here)
+            self._hashed_nbytes += len(here)
+            part = part[len(here) :]
+            if self._hashed_nbytes % BLOCK_NBYTES == 0:
+                self._end_block()
+        self._hash_seconds += time.thread_time() - began
+
+    def _end_block(self) -> None:
+        self._block_digests.append(self._block_hash.hexdigest())
+        self._block_hash.reset()
 
     def finish(self) -> FileEntry:
         """Flush to the disk and say what the file is."""
@@ -104,7 +130,10 @@ class HashedFile:
         self._written.nbytes += self._nbytes
         self._written.seconds += time.perf_counter() - self._began
         self._written.hash_seconds += self._hash_seconds
-        return FileEntry(nbytes=self._nbytes, xxh3_128=self._hash.hexdigest())
+        if self._hashed_nbytes % BLOCK_NBYTES:
+            self._end_block()
+        blocks = self._block_digests if len(self._block_digests) > 1 else []
+        return FileEntry(nbytes=self._nbytes, xxh3_128=self._hash.hexdigest(), blocks=blocks)
 
     def __enter__(self) -> Self:
         return self
@@ -137,10 +166,13 @@ class _Blocks:
         self._filled_nbytes = 0
         self._thread: threading.Thread | None = None  # small files need none
 
-    def write(self, data: memoryview) -> None:
+    def write(self, data: memoryview, seen: Callable[[memoryview], None]) -> None:
+        """Append `data`; `seen` is shown the copy of each part of it."""
         while data:
             count = min(len(data), self._block_nbytes - self._filled_nbytes)
-            self._block[self._filled_nbytes : self._filled_nbytes + count] = data[:count]
+            place = self._block[self._filled_nbytes : self._filled_nbytes + count]
+            place[:] = data[:count]
+            seen(place)
             self._filled_nbytes += count
             data = data[count:]
             if self._filled_nbytes == self._block_nbytes:

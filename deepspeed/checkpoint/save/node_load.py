@@ -17,7 +17,7 @@ from torch import Tensor
 
 from deepspeed.checkpoint.agreement import Ranks, together
 from deepspeed.checkpoint.disk import names, strict_json
-from deepspeed.checkpoint.disk.file_check import check_files, share_files
+from deepspeed.checkpoint.disk.file_check import check_runs, share_blocks
 from deepspeed.checkpoint.disk.folders import set_aside
 from deepspeed.checkpoint.disk.manifest import NodeEntry, parts_of
 from deepspeed.checkpoint.disk.tags import describe_tags, read_latest
@@ -103,9 +103,8 @@ class NodeReader(CheckpointReader):
         Raises:
             CheckpointDamagedError: naming each.
         """
-        sizes = {file: entry.nbytes for file, entry in self.manifest.files.items() if file not in self._absent}
-        own = share_files(sizes, self._local_world_size)[self._local_rank]
-        check_files(self.folder, {file: self.manifest.files[file] for file in own})
+        files = {file: entry for file, entry in self.manifest.files.items() if file not in self._absent}
+        check_runs(self.folder, files, share_blocks(files, self._local_world_size)[self._local_rank])
 
     def read(self, name: str, start: int = 0, length: int | None = None, out: Tensor | None = None) -> Tensor:
         """Read elements of a flattened tensor; see `CheckpointSource.read`.

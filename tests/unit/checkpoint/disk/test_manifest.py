@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed.checkpoint.disk.manifest import FileEntry, Fragment, Manifest, TensorEntry, find_cover_fault, parts_of
+from deepspeed.checkpoint.disk.manifest import (
+    BLOCK_NBYTES,
+    FileEntry,
+    Fragment,
+    Manifest,
+    TensorEntry,
+    find_cover_fault,
+    parts_of,
+)
 from deepspeed.errors import CheckpointDamagedError, CheckpointError
 
 _PAGE = Path(__file__).parents[4] / "docs/reference/checkpoint-format.md"
@@ -64,8 +72,8 @@ def test_every_cut_is_noticed() -> None:
 
 
 def test_a_newer_format_is_told_apart_from_damage() -> None:
-    with pytest.raises(CheckpointError, match="format version 2; this installation reads up to version 1") as caught:
-        Manifest.parse(_manifest(version=2).dump(), "m")
+    with pytest.raises(CheckpointError, match="format version 3; this installation reads up to version 2") as caught:
+        Manifest.parse(_manifest(version=3).dump(), "m")
     assert not isinstance(caught.value, CheckpointDamagedError)
 
 
@@ -113,3 +121,13 @@ def test_the_reference_page_holds_the_schema_of_the_code() -> None:
     page = _PAGE.read_text()
     schema = page.split("```json schema\n")[1].split("```")[0]
     assert json.loads(schema) == Manifest.model_json_schema()
+
+
+def test_hashes_of_blocks_must_be_as_many_as_the_file_has() -> None:
+    FileEntry(nbytes=BLOCK_NBYTES + 1, xxh3_128="0" * 32, blocks=["0" * 16] * 2)
+    with pytest.raises(ValueError, match="1 blocks do not make"):
+        FileEntry(nbytes=BLOCK_NBYTES + 1, xxh3_128="0" * 32, blocks=["0" * 16])
+
+
+def test_a_manifest_of_version_1_is_read() -> None:
+    assert Manifest.parse(_manifest(version=1).dump(), "m").files["rank_00000.safetensors"].blocks == []
