@@ -57,6 +57,13 @@ class CheckpointDamagedError(CheckpointError):
     """A file is shorter than, or differs from, what the manifest says; the text names it."""
 
 
+class FileIoError(DeepSpeedError, OSError):
+    """A file could not be opened, read or written as asked; has the `errno` of the cause."""
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
 class LaunchError(DeepSpeedError, RuntimeError):
     """The launcher cannot start the job as asked."""
 

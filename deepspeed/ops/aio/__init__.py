@@ -1,4 +1,4 @@
-"""Asynchronous input and output: so far only the builder that says whether it is there (clients ask before they use it)."""
+"""Asynchronous input and output of files: `engine` for this package, the documented `aio_handle` for scripts."""
 
 from deepspeed.ops.op_builder import AsyncIOBuilder
 
