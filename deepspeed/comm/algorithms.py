@@ -6,9 +6,11 @@
     | CPU ranks of one host: shared memory | `SharedMemoryReducer` | `SharedMemoryReduceScatterer` | `SharedMemoryGatherer` |
     | all others: the back end             | `BackendReducer`      | `BackendReduceScatterer`      | `BackendGatherer`      |
 
+Shards that are read from files first come together through a stage: `LocalSlots`, `SharedSlots`, `BackendSlots`.
+
 Lives here: the choice, and what it hands in: time limits, the log, the collective that shared memory is agreed with. Does
 not live here: the protocols and the first row (`comm.flat`), the second (`comm.shared_reducer`, `comm.shared_shards`), the
-third (`comm.backend`), the arithmetic (`comm.mean`). Called by `engine` and `zero`.
+third (`comm.backend`), stages (`comm.staged`), the arithmetic (`comm.mean`). Called by `engine` and `zero`.
 The table rests on benchmarks/comm_algorithms.py; see docs/adr/0006-shared-memory-collectives.md.
 """
 
@@ -25,7 +27,7 @@ import torch.distributed as dist
 
 from deepspeed.comm import collectives
 from deepspeed.comm.backend import BackendGatherer, BackendReducer, BackendReduceScatterer
-from deepspeed.comm.board import Progress
+from deepspeed.comm.board import Board, Progress
 from deepspeed.comm.flat import (
     FlatAllReducer,
     FlatGatherer,
@@ -43,6 +45,7 @@ from deepspeed.comm.recorder import RECORDER
 from deepspeed.comm.shared_memory import SharedMemory, share_memory
 from deepspeed.comm.shared_reducer import SharedMemoryReducer
 from deepspeed.comm.shared_shards import SharedMemoryGatherer, SharedMemoryReduceScatterer
+from deepspeed.comm.staged import BackendSlots, LocalSlots, SharedSlots, Stage, shared_nbytes
 from deepspeed.common.logging import log_dist_once
 from deepspeed.errors import ArgumentError
 
@@ -57,10 +60,12 @@ __all__ = [
     "LocalReduceScatterer",
     "LocalReducer",
     "ShardWork",
+    "Stage",
     "Work",
     "flat_all_reducer",
     "flat_gatherer",
     "flat_reduce_scatterer",
+    "parameter_stage",
 ]
 
 _PROGRESS = Progress()
@@ -172,6 +177,7 @@ def flat_gatherer(
     timeout_seconds: float | None = None,
     *,
     may_share_memory: bool = True,
+    at_rest: torch.Tensor | None = None,
 ) -> FlatGatherer:
     """Build the fastest gatherer for a flat parameter buffer. Collective over `group`; all ranks give the same arguments.
 
@@ -182,6 +188,8 @@ def flat_gatherer(
         group: whose ranks gather from each other; None means all ranks, or this process alone without a process group.
         timeout_seconds: how long a wait may take; None means the limit of the process group.
         may_share_memory: False keeps to the back end; one rank that says so decides for all.
+        at_rest: the buffer itself, `numel` zeroed elements, where it lies elsewhere than on `device` (page-locked memory of
+            the host): then only `gather` is of use, and this rank's part is copied to the device first.
 
     Raises:
         ArgumentError: a negative size.
@@ -190,12 +198,60 @@ def flat_gatherer(
     _check(numel, "flat_gatherer")
     place = _Place.of(device, group, timeout_seconds)
     if place.world_size == 1 or numel == 0:
-        return LocalGatherer(numel, dtype, place.device)
+        return LocalGatherer(numel, dtype, place.device, at_rest=at_rest)
+    if at_rest is not None:
+        return BackendGatherer(numel, dtype, place.device, group, place.ranks, place.backend_seconds, at_rest=at_rest)
     memory = place.share(numel, dtype, may_share_memory, "Parameters", "gathered")
     if memory is not None:
         record = _record_as("all_gather_into_tensor")
         return SharedMemoryGatherer(memory, place.rank, place.ranks, place.patience(), record, _PROGRESS)
     return BackendGatherer(numel, dtype, place.device, group, place.ranks, place.backend_seconds)
+
+
+def parameter_stage(
+    count: int,
+    nbytes: int,
+    allocate: Callable[[int], torch.Tensor],
+    device: torch.device | str = "cpu",
+    group: dist.ProcessGroup | None = None,
+    timeout_seconds: float | None = None,
+    *,
+    may_share_memory: bool = True,
+) -> Stage:
+    """Build the stage that brings together what ranks read into `count` slots. Collective over `group`.
+
+    Args:
+        count: slots of each rank, at least 1; the same on all ranks, like all that follow.
+        nbytes: of one slot, whole pages.
+        allocate: makes this rank's slots where no memory is shared: bytes, as disks and devices want them.
+        device: of what is gathered into.
+        group: whose ranks gather from each other; None means all ranks, or this process alone without a process group.
+        timeout_seconds: how long a wait may take; None means the limit of the process group.
+        may_share_memory: False keeps to the back end; one rank that says so decides for all.
+
+    Raises:
+        ArgumentError: a count or size that cannot be.
+        CommError: ranks ask for different slots (noticed where they share a host).
+    """
+    if not 0 < count < Board.SLOTS or nbytes < 1:
+        raise ArgumentError(
+            f"a stage of {count} slots of {nbytes} bytes was asked for; needed 1 to {Board.SLOTS - 1} slots of at least 1."
+        )
+    place = _Place.of(device, group, timeout_seconds)
+    if place.world_size > 1:
+        memory = place.share(
+            shared_nbytes(count, nbytes), torch.uint8, may_share_memory, "Shards read from files", "gathered"
+        )
+        if memory is not None:
+            record = _record_as("all_gather_into_tensor")
+            slots = SharedSlots(memory, count, place.rank, place.ranks, place.patience(), record, _PROGRESS)
+            stage = Stage(slots)
+            _PROGRESS.add(stage)
+            return stage
+    own = [allocate(nbytes) for _ in range(count)]
+    if place.world_size == 1:
+        return Stage(LocalSlots(own))
+    return Stage(BackendSlots(own, group, place.ranks, place.backend_seconds))
 
 
 def _check(numel: int, call: str, predivide_factor: float = 1.0) -> None:

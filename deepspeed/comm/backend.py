@@ -26,7 +26,7 @@ from deepspeed.comm.flat import DONE, Publication, ShardWork, Work, check_gather
 from deepspeed.comm.mean import BlockMean, MeanRule, check_range, divide_, own_part
 from deepspeed.errors import CommError, UsageError
 
-__all__ = ["BackendGatherer", "BackendReduceScatterer", "BackendReducer", "backend_name"]
+__all__ = ["BackendGatherer", "BackendReduceScatterer", "BackendReducer", "backend_name", "complete_in_place"]
 
 
 _MOST_EXCHANGES = 4
@@ -234,14 +234,16 @@ class BackendGatherer:
         group: dist.ProcessGroup | None,
         ranks: Sequence[int],
         timeout_seconds: float | None = None,
+        *,
+        at_rest: torch.Tensor | None = None,
     ) -> None:
-        """Allocate the buffer; parameters as for `BackendReducer`."""
-        self.buffer = torch.zeros(numel, dtype=dtype, device=device)
+        """Allocate the buffer, or take `at_rest`; further parameters as for `BackendReducer`."""
+        self.buffer = torch.zeros(numel, dtype=dtype, device=device) if at_rest is None else at_rest
+        self._sample = torch.empty(0, dtype=dtype, device=device)
         self._group = group
         self._ranks = ranks
         self._rank = dist.get_rank(group)
-        self._timeout = _limit(timeout_seconds)
-        self._is_broadcast = backend_name(group, device) == "gloo"
+        self._timeout_seconds = timeout_seconds
         self._publication = Publication()
         self._started: list[_BackendWork] = []
 
@@ -268,7 +270,7 @@ class BackendGatherer:
         """See `FlatGatherer`."""
         self._publication.check_published()
         check_range(start, stop, self.buffer.numel())
-        check_gathered(into, len(self._ranks) * (stop - start), self.buffer)
+        check_gathered(into, len(self._ranks) * (stop - start), self._sample)
         return self._start(into, self.buffer[start:stop], (start, stop))
 
     def close(self) -> None:
@@ -277,18 +279,43 @@ class BackendGatherer:
     def _start(self, whole: torch.Tensor, own: torch.Tensor, bounds: tuple[int, int]) -> Work:
         if not own.numel():
             return DONE
-        if self._is_broadcast:
-            mine = whole.chunk(len(self._ranks))[self._rank]
-            if mine.data_ptr() != own.data_ptr():
-                mine.copy_(own)
-            handle = collectives.broadcast_range(whole, self._group, async_op=True)
-        else:
-            handle = collectives.gather_range(whole, own, self._group, async_op=True)
+        mine = whole.chunk(len(self._ranks))[self._rank]
+        is_read_there = own.device == whole.device and backend_name(self._group, whole.device) != "gloo"
+        if mine.data_ptr() != own.data_ptr() and not is_read_there:
+            mine.copy_(own, non_blocking=True)  # on a device: ahead of the collective, in the same stream
+            own = mine
         what = f"the gather of parameter elements [{bounds[0]}, {bounds[1]}) of {self.buffer.numel()}"
-        work = _BackendWork(handle, self._timeout, _nothing, what, self._ranks)
+        work = complete_in_place(whole, self._group, self._ranks, self._timeout_seconds, what, own=own)
         self._started = [each for each in self._started if not each.is_over]
         self._started.append(work)
         return work
+
+
+def complete_in_place(
+    whole: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    ranks: Sequence[int],
+    timeout_seconds: float | None,
+    what: str,
+    *,
+    own: torch.Tensor | None = None,
+) -> _BackendWork:
+    """Start to complete `whole`, of which group rank q has the q-th of W equal parts right. Collective over `group`.
+
+    Args:
+        whole: contiguous; its parts fall on whole elements.
+        group: whose ranks.
+        ranks: the global rank of each group rank.
+        timeout_seconds: how long the wait may take; None: the limit of the process group.
+        what: names it in errors.
+        own: the own part, where a back end that gathers may read it elsewhere; None: in its place.
+    """
+    if backend_name(group, whole.device) == "gloo":
+        handle = collectives.broadcast_range(whole, group, async_op=True)
+    else:
+        own = whole.chunk(len(ranks))[dist.get_rank(group)] if own is None else own
+        handle = collectives.gather_range(whole, own, group, async_op=True)
+    return _BackendWork(handle, _limit(timeout_seconds), _nothing, what, ranks)
 
 
 def _nothing() -> None:

@@ -151,9 +151,9 @@ class FlatGatherer(Protocol):
     def gather(self, start: int, stop: int, into: torch.Tensor) -> Work:
         """Start to fill `into` with `buffer[start:stop]` of all ranks, in rank order.
 
-        `into`: 1-D, W * (stop - start) elements of the buffer's dtype and device, this rank's own memory; undefined until
-        `wait()` returns. Every rank calls it, in the same order: the back end needs that. Where memory is shared a rank may
-        gather alone.
+        `into`: 1-D, W * (stop - start) elements of the buffer's dtype, this rank's own memory, on the buffer's device, or on
+        that which the gatherer was built for where the buffer rests elsewhere; undefined until `wait()` returns. Every rank
+        calls it, in the same order: the back end needs that. Where memory is shared a rank may gather alone.
         """
 
     def close(self) -> None:
@@ -187,7 +187,7 @@ def check_target(into: torch.Tensor | None, numel: int, device: torch.device, ac
 
 
 def check_gathered(into: torch.Tensor, numel: int, buffer: torch.Tensor) -> None:
-    """Raise ArgumentError unless `into` can take `numel` elements from buffers like `buffer`."""
+    """Raise ArgumentError unless `into` has room for `numel` elements, in the dtype and on the device of `buffer`."""
     if into.shape != (numel,) or into.dtype != buffer.dtype or into.device != buffer.device or not into.is_contiguous():
         raise ArgumentError(
             f"into= is {into.dtype} of shape {tuple(into.shape)} on {into.device}; needed contiguous {buffer.dtype}, shape "
@@ -289,9 +289,10 @@ class LocalReduceScatterer:
 class LocalGatherer:
     """The gatherer of a single rank: its buffer is all there is."""
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate the buffer."""
-        self.buffer = torch.zeros(numel, dtype=dtype, device=device)
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, *, at_rest: torch.Tensor | None = None) -> None:
+        """Allocate the buffer, or take `at_rest`, which is gathered from into memory on `device`."""
+        self.buffer = torch.zeros(numel, dtype=dtype, device=device) if at_rest is None else at_rest
+        self._sample = torch.empty(0, dtype=dtype, device=device)
         self._publication = Publication()
 
     def begin_update(self) -> None:
@@ -313,8 +314,8 @@ class LocalGatherer:
         """See `FlatGatherer`; copied at once."""
         self._publication.check_published()
         check_range(start, stop, self.buffer.numel())
-        check_gathered(into, stop - start, self.buffer)
-        into.copy_(self.buffer[start:stop])
+        check_gathered(into, stop - start, self._sample)
+        into.copy_(self.buffer[start:stop], non_blocking=True)
         return DONE
 
     def close(self) -> None:
