@@ -26,5 +26,85 @@ DS_EXPORT int32_t ds_set_isa(const char* name);
 // Compiler and its version.
 DS_EXPORT const char* ds_compiler(void);
 
+// The operators whose code is in this library, comma-separated: names of deepspeed/ops/op_builder/registry.py.
+DS_EXPORT const char* ds_operators(void);
+
+// Compiler flags of every file, and those that the kernels in use have besides.
+DS_EXPORT const char* ds_flags(void);
+DS_EXPORT const char* ds_isa_flags(void);
+
 // Copy `count` blocks of memory, with stores that go around the cache.
 DS_EXPORT void ds_copy(void* const* to, const void* const* from, const int64_t* nbytes, int64_t count, int32_t threads);
+
+// Quantise `numel` values, in blocks of `block_numel` (the last may be shorter), to `bits` (8 or 4) each.
+//
+//   dtype 1 fp32, 2 bf16, 3 fp16 (Dtype of core/step.h).   symmetric: code = round(value / scale), two's complement, zeros is not touched
+//   else:      code = round((value - zero) / scale), unsigned
+//
+// codes: numel bytes, or (numel + 1) / 2 for 4 bits. noise: numel values in [0, 1) to round at random, or null. With 4 bits
+// and more than one block, block_numel is even. A block with a value that is not finite gets the scale NaN, hence comes back
+// as NaN. -EINVAL for other dtypes, bits or block sizes.
+DS_EXPORT int32_t ds_quantize(const void* values, int32_t dtype, int64_t numel, int64_t block_numel, int32_t bits,
+                              int32_t symmetric, const float* noise, uint8_t* codes, float* scales, float* zeros, int32_t threads);
+
+// And back, into `values`.
+DS_EXPORT int32_t ds_dequantize(const uint8_t* codes, int64_t numel, int64_t block_numel, int32_t bits, int32_t symmetric,
+                                const float* scales, const float* zeros, void* values, int32_t dtype, int32_t threads);
+
+// One tensor of `ds_step`: fields of 64 bits, as Python packs them.
+struct ds_step_tensor {
+  int64_t numel;
+  void* param;
+  void* grad;
+  void* state0;     // null: the rule has none
+  void* state1;
+  void* values;     // receives the new parameter, rounded; null: nobody wants it
+  float* update;    // LAMB: room for the update, numel floats; null where fp32 states give it again
+  double* squares;  // LAMB, first pass: two sums that are added to, of parameter and update
+  float* step;      // count of updates; goes up by one (not in LAMB's second pass)
+  int64_t dtypes;   // of param, grad, state0, state1, values, a byte each from the lowest: 1 fp32, 2 bf16, 3 fp16
+  int64_t flags;    // 1: write zeros over the gradient
+  int64_t row;      // of `numbers`
+};
+
+// One update of `count` tensors by one rule: 0 Adam, 1 Adagrad, 2 Lion, 3 SGD with momentum, 4 and 5 LAMB's two passes.
+// A row of `numbers` is 9 doubles: rate, beta1 (momentum), beta2 (dampening), eps, decay, two flags (Adam: decay is
+// decoupled, biases are corrected; SGD: nesterov; LAMB: eps inside the root, biases are corrected), LAMB's ratio, factor.
+DS_EXPORT void ds_step(int32_t rule, const ds_step_tensor* tensors, int64_t count, const double* numbers, int32_t threads);
+
+struct ds_tensor {
+  int64_t numel;
+  const void* values;
+  int64_t dtype;  // 1 fp32, 2 bf16, 3 fp16, 4 fp64
+};
+
+// Sum of squares of all elements, in double.
+DS_EXPORT double ds_sum_of_squares(const ds_tensor* tensors, int64_t count, int32_t threads);
+
+// --- Files (csrc/io). Reads and writes that go on while the caller does something else. Any thread may call.
+
+// Start an engine of one kind: "io_uring", "libaio" or "threads". Blocks of `block_nbytes` (whole pages) are asked of the system;
+// `queue_depth` of them are in flight for each of `threads` threads. `single_submit`: they are handed over one by one.
+// `overlap_events`: the queue is filled up whenever one block is done, and not when all are. 0, or a negative errno: this
+// system does not have the kind, or has no room for it.
+DS_EXPORT int32_t ds_io_open(const char* kind, int64_t block_nbytes, int32_t queue_depth, int32_t threads,
+                             int32_t single_submit, int32_t overlap_events, void** engine);
+
+// Wait for all requests and end the threads. Nobody may use the engine meanwhile.
+DS_EXPORT void ds_io_close(void* engine);
+
+// Begin to move `nbytes` > 0 bytes between memory and a file. The middle goes through `middle_fd`, the rest, when the middle is
+// done, through `edge_fd`; where the middle is not empty of edges, it begins and ends at a page of the file.
+// 0, or -ENOMEM.
+DS_EXPORT int32_t ds_io_start(void* engine, int32_t is_write, int32_t middle_fd, int32_t edge_fd, int64_t offset,
+                              int64_t nbytes, void* address, int64_t middle_start, int64_t middle_nbytes, void** request);
+
+// Wait at most so long; 1 if the request is done.
+DS_EXPORT int32_t ds_io_wait(void* request, int64_t microseconds);
+
+// Of a request that is done: 0, or the errno of the failure that lies first in the file (ENODATA: the file ends there), and the
+// bytes before it.
+DS_EXPORT int32_t ds_io_outcome(const void* request, int64_t* moved_nbytes);
+
+// Free a request that is done.
+DS_EXPORT void ds_io_release(void* request);

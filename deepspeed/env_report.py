@@ -23,6 +23,7 @@ from rich.table import Table
 
 import deepspeed
 from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.native import ABI_VERSION, absence, build_record, library
 from deepspeed.ops.op_builder import ALL_OPS
 from deepspeed.version import git_branch, git_hash, version
 
@@ -36,8 +37,12 @@ class OpState(NamedTuple):
 
     name: str
     installed: bool
+    """Whether what it was written for serves: native code, or torch's own kernels; not its slower twin."""
     compatible: bool
+    """Whether it can be used at all."""
     reason: str
+    state: str
+    """"native", "twin", "torch" or "none" (`ops.op_builder.builder`)."""
 
 
 class Fact(NamedTuple):
@@ -63,7 +68,10 @@ def gather(shm: Path = Path("/dev/shm")) -> Report:
     Args:
         shm: folder of the shared memory.
     """
-    ops = tuple(OpState(op.NAME, op.is_compatible(), op.is_compatible(), op.reason()) for op in ALL_OPS.values())
+    ops = tuple(
+        OpState(op.NAME, op.state() in ("native", "torch"), op.is_compatible(), op.reason(), op.state())
+        for op in ALL_OPS.values()
+    )
     accelerator = get_accelerator()
     shm_nbytes = shutil.disk_usage(shm).total if shm.is_dir() else None
     facts = [
@@ -76,10 +84,41 @@ def gather(shm: Path = Path("/dev/shm")) -> Report:
         Fact("accelerator", "accelerator", f"{accelerator.device_name()}, {accelerator.device_count()} device(s)"),
         Fact("backend", "communication backend", str(accelerator.communication_backend_name())),
         Fact("cpu", "processor", f"{platform.machine()}, {os.cpu_count()} threads, torch uses {torch.get_num_threads()}"),
+        *_native(),
         *_toolkits(),
         Fact("shm", "shared memory (/dev/shm) size", "absent" if shm_nbytes is None else f"{shm_nbytes / 2**30:.2f} GB"),
     ]
-    return Report(ops, tuple(facts), tuple(_warnings(shm_nbytes)))
+    return Report(ops, tuple(facts), (*_native_warnings(ops), *_shm_warnings(shm_nbytes)))
+
+
+def _native() -> list[Fact]:
+    """The native library, or why there is none."""
+    found = library()
+    if found is None:
+        return [Fact("native_path", "native library", "absent"), Fact("native_absence", "because", absence() or "")]
+    return [
+        Fact("native_path", "native library", str(found.path)),
+        Fact("native_isa", "instruction set of its kernels", found.isa),
+        Fact("native_compiler", "compiler of it", found.compiler),
+        Fact("native_abi", "its interface", f"version {ABI_VERSION}, plain C, without torch"),
+        Fact("native_operators", "operators in it", ", ".join(sorted(found.operators))),
+    ]
+
+
+def _native_warnings(ops: Sequence[OpState]) -> list[str]:
+    """What twins cost, and what the installation left aside."""
+    notes = list(build_record().notes)
+    twins = [op.name for op in ops if op.state == "twin"]
+    if not twins:
+        return notes
+    why = absence() or "the native library was built without them"
+    lost = "; ".join(f"{op.NAME} takes {op.TWIN_COST}" for op in ALL_OPS.values() if op.NAME in twins and op.TWIN_COST)
+    text = (
+        f"{', '.join(twins)} run on their torch twins, with the same results and slower: {why}. "
+        f"{lost and lost + '. '}See docs/guide/native-library.md. "
+        "To have the native library, unset DS_NATIVE, or install again where a C++ compiler is, with DS_BUILD_OPS=1."
+    )
+    return [*notes, text]
 
 
 def _toolkits() -> list[Fact]:
@@ -88,7 +127,7 @@ def _toolkits() -> list[Fact]:
     return [Fact(f"torch_{name}", f"torch {name} version", found) for name, found in versions.items() if found]
 
 
-def _warnings(shm_nbytes: int | None) -> list[str]:
+def _shm_warnings(shm_nbytes: int | None) -> list[str]:
     if shm_nbytes is None or shm_nbytes >= _ENOUGH_SHM_NBYTES:
         return []
     return [
@@ -107,9 +146,9 @@ def report_lines(report: Report, *, with_ops: bool, with_warnings: bool) -> list
     """
     lines: list[str] = []
     if with_ops:
-        lines.append(f"{'op name':<22} {'installed':<10} {'compatible':<10} what serves it")
+        lines.append(f"{'op name':<26} {'installed':<10} {'compatible':<10} what serves it")
         for op in report.ops:
-            lines.append(f"{op.name:<22} {_installed(op):<10} {_compatible(op):<10} {op.reason}")
+            lines.append(f"{op.name:<26} {_installed(op):<10} {_compatible(op):<10} {op.reason}")
         lines.append("")
     lines.append("DeepSpeed general environment info:")
     width = max(len(fact.title) for fact in report.facts)
@@ -143,7 +182,7 @@ def _print_tables(report: Report, console: Console, *, with_ops: bool, with_warn
 
 def as_json(report: Report) -> str:
     """The report as a JSON object: `ops` by name, the facts by key, `warnings`."""
-    ops = {op.name: {"installed": op.installed, "compatible": op.compatible, "reason": op.reason} for op in report.ops}
+    ops = {op.name: {key: value for key, value in op._asdict().items() if key != "name"} for op in report.ops}
     facts = {fact.key: fact.value for fact in report.facts}
     return json.dumps({"ops": ops, **facts, "warnings": list(report.warnings)}, indent=2)
 

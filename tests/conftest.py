@@ -5,6 +5,7 @@ Modules that a test never loaded are not loaded for it, so that tests of pure ro
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
 import sys
@@ -52,6 +53,19 @@ def _seeds_and_defaults_are_fixed() -> Iterator[None]:
     torch.set_num_threads(thread_count)
     torch.set_default_dtype(dtype)
     torch.use_deterministic_algorithms(deterministic)
+
+
+@pytest.fixture
+def without_native_library() -> Iterator[str]:
+    """Run the test on the torch twins; gives the reason that `absence` tells."""
+    module = importlib.import_module("deepspeed.ops.native.library")
+    module._load.cache_clear()
+    before, os.environ["DS_NATIVE"] = os.environ.get("DS_NATIVE"), "0"
+    yield "DS_NATIVE=0 is set"
+    module._load.cache_clear()
+    del os.environ["DS_NATIVE"]
+    if before is not None:
+        os.environ["DS_NATIVE"] = before
 
 
 def _reset_global_state() -> None:

@@ -11,6 +11,7 @@ namespace {
 struct Isa {
   const char* name;
   const Kernels* table;
+  const char* flags;
 };
 
 bool runs(const char* name) {
@@ -29,12 +30,12 @@ bool runs(const char* name) {
 // Best first.
 constexpr Isa kIsas[] = {
 #if defined(DS_HAS_avx512)
-    {"avx512", &avx512::table},
+    {"avx512", &avx512::table, DS_FLAGS_avx512},
 #endif
 #if defined(DS_HAS_avx2)
-    {"avx2", &avx2::table},
+    {"avx2", &avx2::table, DS_FLAGS_avx2},
 #endif
-    {"generic", &generic::table},
+    {"generic", &generic::table, DS_FLAGS_generic},
 };
 
 const Isa* best() {
@@ -66,10 +67,4 @@ int32_t ds_set_isa(const char* name) {
   return -EINVAL;
 }
 
-const char* ds_compiler(void) {
-#if defined(__clang__)
-  return "clang " __clang_version__;
-#else
-  return "gcc " __VERSION__;
-#endif
-}
+const char* ds_isa_flags(void) { return ds::in_use->flags; }

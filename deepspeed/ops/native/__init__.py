@@ -8,6 +8,7 @@ the same results; the modules of `deepspeed.ops` choose. See docs/adr/0010-nativ
 
 from __future__ import annotations
 
-from deepspeed.ops.native.library import NativeLibrary, absence, library
+from deepspeed.ops.native.library import ABI_VERSION, NativeLibrary, absence, library
+from deepspeed.ops.native.record import BuildRecord, build_record
 
-__all__ = ["NativeLibrary", "absence", "library"]
+__all__ = ["ABI_VERSION", "BuildRecord", "NativeLibrary", "absence", "build_record", "library"]

@@ -1,13 +1,14 @@
-"""Which operators this version has, under their documented names, and what serves each today.
+"""Which operators this version has, under their documented names, and what serves each in this process.
 
-Nothing is compiled at run time, and no native library exists yet: the optimizers are served by Python code over torch's own
-kernels. `deepspeed.env_report` prints the table; `accelerator.create_op_builder` looks classes up by name.
+Nothing is compiled at run time: native code was compiled when the package was installed (`ops.native`), and where that is
+absent a torch twin serves. `env_report` prints the table; `accelerator.create_op_builder` looks classes up by name.
 """
 
-from deepspeed.ops.op_builder.builder import OpBuilder
+from deepspeed.ops.op_builder.builder import NativeExtension, OpBuilder
 from deepspeed.ops.op_builder.registry import (
     ALL_OPS,
     AsyncIOBuilder,
+    CCLCommBuilder,
     CPUAdagradBuilder,
     CPUAdamBuilder,
     CPULionBuilder,
@@ -18,8 +19,11 @@ from deepspeed.ops.op_builder.registry import (
     FusedLionBuilder,
     GDSBuilder,
     InferenceBuilder,
+    NotImplementedBuilder,
+    PinMemoryBuilder,
     QuantizerBuilder,
     RandomLTDBuilder,
+    ShareMemCommBuilder,
     SparseAttnBuilder,
     TransformerBuilder,
     compatible_ops,
@@ -28,6 +32,7 @@ from deepspeed.ops.op_builder.registry import (
 __all__ = [
     "ALL_OPS",
     "AsyncIOBuilder",
+    "CCLCommBuilder",
     "CPUAdagradBuilder",
     "CPUAdamBuilder",
     "CPULionBuilder",
@@ -38,9 +43,13 @@ __all__ = [
     "FusedLionBuilder",
     "GDSBuilder",
     "InferenceBuilder",
+    "NativeExtension",
+    "NotImplementedBuilder",
     "OpBuilder",
+    "PinMemoryBuilder",
     "QuantizerBuilder",
     "RandomLTDBuilder",
+    "ShareMemCommBuilder",
     "SparseAttnBuilder",
     "TransformerBuilder",
     "compatible_ops",

@@ -10,6 +10,7 @@ from deepspeed.ops.op_builder.builder import OpBuilder
 __all__ = [
     "ALL_OPS",
     "AsyncIOBuilder",
+    "CCLCommBuilder",
     "CPUAdagradBuilder",
     "CPUAdamBuilder",
     "CPULionBuilder",
@@ -20,8 +21,11 @@ __all__ = [
     "FusedLionBuilder",
     "GDSBuilder",
     "InferenceBuilder",
+    "NotImplementedBuilder",
+    "PinMemoryBuilder",
     "QuantizerBuilder",
     "RandomLTDBuilder",
+    "ShareMemCommBuilder",
     "SparseAttnBuilder",
     "TransformerBuilder",
     "compatible_ops",
@@ -33,6 +37,14 @@ class AsyncIOBuilder(OpBuilder):
 
     NAME = "async_io"
     BUILD_VAR = "DS_BUILD_AIO"
+    FOLDER = "io"
+
+
+class CCLCommBuilder(OpBuilder):
+    """Collectives of oneCCL on the host."""
+
+    NAME = "deepspeed_ccl_comm"
+    BUILD_VAR = "DS_BUILD_CCL_COMM"
 
 
 class CPUAdagradBuilder(OpBuilder):
@@ -41,6 +53,7 @@ class CPUAdagradBuilder(OpBuilder):
     NAME = "cpu_adagrad"
     BUILD_VAR = "DS_BUILD_CPU_ADAGRAD"
     SERVED_BY = "deepspeed.ops.adagrad"
+    FOLDER = "optim"
 
 
 class CPUAdamBuilder(OpBuilder):
@@ -49,6 +62,7 @@ class CPUAdamBuilder(OpBuilder):
     NAME = "cpu_adam"
     BUILD_VAR = "DS_BUILD_CPU_ADAM"
     SERVED_BY = "deepspeed.ops.adam"
+    FOLDER = "optim"
 
 
 class CPULionBuilder(OpBuilder):
@@ -57,6 +71,7 @@ class CPULionBuilder(OpBuilder):
     NAME = "cpu_lion"
     BUILD_VAR = "DS_BUILD_CPU_LION"
     SERVED_BY = "deepspeed.ops.lion"
+    FOLDER = "optim"
 
 
 class EvoformerAttnBuilder(OpBuilder):
@@ -82,11 +97,12 @@ class FusedAdamBuilder(OpBuilder):
 
 
 class FusedLambBuilder(OpBuilder):
-    """LAMB on the device of the parameters."""
+    """LAMB on the device of the parameters; native code where that is the host."""
 
     NAME = "fused_lamb"
     BUILD_VAR = "DS_BUILD_FUSED_LAMB"
     SERVED_BY = "deepspeed.ops.lamb"
+    FOLDER = "optim"
 
 
 class FusedLionBuilder(OpBuilder):
@@ -111,11 +127,28 @@ class InferenceBuilder(OpBuilder):
     BUILD_VAR = "DS_BUILD_TRANSFORMER_INFERENCE"
 
 
+class NotImplementedBuilder(OpBuilder):
+    """What stands for an operator that an accelerator lacks."""
+
+    NAME = "deepspeed_not_implemented"
+    BUILD_VAR = "DS_BUILD_NOT_IMPLEMENTED"
+
+
+class PinMemoryBuilder(OpBuilder):
+    """Host memory that the system does not move or write out."""
+
+    NAME = "pin_memory"
+    BUILD_VAR = "DS_BUILD_PIN_MEMORY"
+    SERVED_BY = "deepspeed.accelerator"
+
+
 class QuantizerBuilder(OpBuilder):
     """Block quantisation to integers."""
 
     NAME = "quantizer"
     BUILD_VAR = "DS_BUILD_QUANTIZER"
+    SERVED_BY = "deepspeed.ops.quantizer"
+    FOLDER = "quant"
 
 
 class RandomLTDBuilder(OpBuilder):
@@ -123,6 +156,14 @@ class RandomLTDBuilder(OpBuilder):
 
     NAME = "random_ltd"
     BUILD_VAR = "DS_BUILD_RANDOM_LTD"
+
+
+class ShareMemCommBuilder(OpBuilder):
+    """Collectives among ranks of one host through shared memory."""
+
+    NAME = "deepspeed_shm_comm"
+    BUILD_VAR = "DS_BUILD_SHM_COMM"
+    SERVED_BY = "deepspeed.comm.shared_memory"
 
 
 class SparseAttnBuilder(OpBuilder):
@@ -141,6 +182,7 @@ class TransformerBuilder(OpBuilder):
 
 _BUILDERS: tuple[type[OpBuilder], ...] = (
     AsyncIOBuilder,
+    CCLCommBuilder,
     CPUAdagradBuilder,
     CPUAdamBuilder,
     CPULionBuilder,
@@ -151,8 +193,11 @@ _BUILDERS: tuple[type[OpBuilder], ...] = (
     FusedLionBuilder,
     GDSBuilder,
     InferenceBuilder,
+    NotImplementedBuilder,
+    PinMemoryBuilder,
     QuantizerBuilder,
     RandomLTDBuilder,
+    ShareMemCommBuilder,
     SparseAttnBuilder,
     TransformerBuilder,
 )

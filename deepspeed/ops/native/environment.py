@@ -1,7 +1,7 @@
-"""Environment variables that say which operators are used.
+"""The environment variable that turns the native library off.
 
-DS_BUILD_OPS and DS_BUILD_<OP> count when the package is installed (csrc/CMakeLists.txt reads them); here is what counts at
-run time. Read nowhere else.
+DS_BUILD_OPS and DS_BUILD_<OP> count when the package is installed (csrc/package reads them), this one at run time. Read
+nowhere else.
 """
 
 from __future__ import annotations
