@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.checkpoint.disk.safetensors_header import Field, check_dtype, make_header, read_into, read_places
+from deepspeed.common.deferred import DeferredTensor, loaded
 from deepspeed.errors import CheckpointError
 
 __all__ = [
@@ -75,7 +76,7 @@ class Entry:
 
     key: str
     shape: tuple[int, ...]
-    data: Tensor
+    data: Tensor | DeferredTensor
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def write_container(sink: Sink, entries: Sequence[Entry], metadata: Mapping[str,
     fields = [Field(e.key, dtype_name(e.data.dtype, f"tensor {e.key!r}"), e.shape) for e in ordered]
     sink.write(memoryview(make_header(fields, metadata)))
     for entry in ordered:
-        data = bytes_of(entry.data)
+        data = bytes_of(loaded(entry.data))
         for start in range(0, len(data), _COPY_NBYTES):
             sink.write(data[start : start + _COPY_NBYTES])
 

@@ -38,6 +38,7 @@ from deepspeed.checkpoint.disk.storage import Storage
 from deepspeed.checkpoint.save.node_cover import Described, Span, entries_for, join
 from deepspeed.checkpoint.save.nodes import Nodes
 from deepspeed.checkpoint.save.writer import Committed, Content, Hold, Piece, StartedSave
+from deepspeed.common.deferred import loaded
 from deepspeed.errors import CheckpointError
 from deepspeed.version import version
 
@@ -102,7 +103,7 @@ class _NodeSave(StartedSave):
             "is_held": all(report["is_held"] for report in described),
             "state": self._state,
             "client_state": self._client_state,
-            "tensors": {piece.name: _packed(piece.data) for piece in repeated},
+            "tensors": {piece.name: _packed(loaded(piece.data)) for piece in repeated},
             "joined": cast("JsonValue", {name: [*each[:2], list(map(list, each.spans))] for name, each in joined.items()}),
         }
 

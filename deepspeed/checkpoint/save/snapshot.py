@@ -25,6 +25,7 @@ from torch import Tensor
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.save.writer import Piece
+from deepspeed.common.deferred import DeferredTensor, loaded
 from deepspeed.common.logging import get_logger
 from deepspeed.errors import CheckpointError
 from deepspeed.ops.host_copy import copy_host
@@ -48,14 +49,14 @@ class Snapshot:
 
     def __init__(self, pieces: Sequence[Piece], places: list[Piece]) -> None:
         self._places = places
-        pairs = [(to.data, of.data.detach()) for to, of in zip(places, pieces, strict=True) if of.data.numel()]
+        pairs = [(loaded(to.data), of.data.detach()) for to, of in zip(places, pieces, strict=True) if of.data.numel()]
         for to, of in pairs:
-            if of.device.type != "cpu":
+            if isinstance(of, Tensor) and of.device.type != "cpu":
                 to.copy_(of, non_blocking=True)
         self._is_any_on_a_device = _is_any_on_a_device(pieces)
         on_host = [(to, of) for to, of in pairs if of.device.type == "cpu"]
         thread = ThreadPoolExecutor(1, "deepspeed snapshot")
-        self._copying = thread.submit(copy_host, on_host)
+        self._copying = thread.submit(_copy, on_host)
         thread.shutdown(wait=False)
 
     def pieces(self) -> list[Piece]:
@@ -64,6 +65,14 @@ class Snapshot:
         if self._is_any_on_a_device:
             get_accelerator().synchronize()
         return self._places
+
+
+def _copy(pairs: Sequence[tuple[Tensor, Tensor | DeferredTensor]]) -> None:
+    """Copy within the host; what is deferred is read, one tensor at a time."""
+    copy_host([(to, of) for to, of in pairs if isinstance(of, Tensor)])
+    for to, of in pairs:
+        if isinstance(of, DeferredTensor):
+            to.copy_(of.read())
 
 
 class SnapshotMemory:

@@ -30,8 +30,9 @@ from deepspeed.checkpoint.disk.container import Entry, dtype_name, write_contain
 from deepspeed.checkpoint.disk.folders import claim, clean, new_token, point_latest, retire, settle, swap_in
 from deepspeed.checkpoint.disk.manifest import VERSION, FileEntry, Fragment, Manifest, TensorEntry, find_cover_fault
 from deepspeed.checkpoint.disk.storage import Lock, Storage
+from deepspeed.common.deferred import DeferredTensor
 from deepspeed.common.logging import get_logger
-from deepspeed.errors import CheckpointError
+from deepspeed.errors import CheckpointError, FileIoError
 from deepspeed.version import version
 
 __all__ = ["Committed", "Content", "Piece", "StartedSave", "start_checkpoint", "write_checkpoint"]
@@ -44,7 +45,8 @@ class Piece:
     """Elements `[start, start + data.numel())` of the flattened global tensor `name`, to be written by this rank.
 
     `data` may have any shape, strides and device; its elements are taken in row-major order. Only they are written, not the
-    storage that it may be a view of. An empty piece of a tensor that has elements is allowed and writes nothing.
+    storage that it may be a view of. A deferred one is read when it is written, or copied. An empty piece of a tensor that
+    has elements is allowed and writes nothing.
     """
 
     name: str
@@ -52,7 +54,7 @@ class Piece:
     """Shape of the whole tensor, equal on all ranks."""
 
     start: int
-    data: Tensor
+    data: Tensor | DeferredTensor
 
     @classmethod
     def whole(cls, name: str, data: Tensor) -> Piece:
@@ -198,6 +200,7 @@ class StartedSave:
         self._token = new_token()
         self._pieces: list[Piece] = []
         self._held: Held | None = None
+        self._copy_fault: FileIoError | None = None
         self._state: JsonValue = None
         self._client_state: JsonValue = None
         self._rank_state: JsonValue = None
@@ -270,6 +273,10 @@ class StartedSave:
 
     def write_shard(self) -> JsonValue:
         """Write this rank's file; return its entry, or None where this rank has nothing to write."""
+        if self._copy_fault is not None:
+            raise CheckpointError(
+                f"checkpoint {self.tag!r} in {self.save_dir}: state of this rank could not be read: {self._copy_fault}"
+            ) from self._copy_fault
         entries = [_entry(piece) for piece in self._pieces if piece.data.numel()]
         metadata = {names.RANK_STATE_FIELD: strict_json.dumps(self._rank_state)} if self._rank_state else {}
         if not entries and not metadata:
@@ -279,6 +286,11 @@ class StartedSave:
             with self._storage.create(path) as file:
                 write_container(file, entries, metadata)
                 return file.finish().model_dump()
+        except FileIoError as error:
+            raise CheckpointError(
+                f"could not write {path.name} of checkpoint {self.tag!r} in {self.save_dir}: {error} Any earlier checkpoint "
+                "is intact."
+            ) from error
         except OSError as error:
             raise CheckpointError(
                 f"could not write {path.name} of checkpoint {self.tag!r} in {self.save_dir}: {error}. "
@@ -313,8 +325,13 @@ class StartedSave:
         return {"folder": str(final.relative_to(self.save_dir)), "nbytes": nbytes}
 
     def _use_copy(self) -> None:
-        if self._held is not None:
-            self._pieces, self._held = self._held.pieces(), None
+        """Wait for the copy. What could not be read for it is said when all ranks write, so that all raise together."""
+        held, self._held = self._held, None
+        if held is not None:
+            try:
+                self._pieces = held.pieces()
+            except FileIoError as error:
+                self._copy_fault = error
 
     def close(self) -> None:
         """Remove what was not committed, give the folder free, and let go of the data."""
