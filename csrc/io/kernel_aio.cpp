@@ -51,7 +51,7 @@ class KernelAio final : public Ring {
       } else if (taken < 0 && errno == EAGAIN && inside_ > 0) {
         wait(1, results);  // the kernel is short of room: results make some
       } else if (taken < 0 && errno != EINTR) {  // this one cannot be begun; the next may
-        results.push_back({static_cast<uint32_t>(pending_[at]->aio_data), -errno});
+        results.push_back({static_cast<uint32_t>(pending_[at]->aio_data), refused(*pending_[at], errno)});
         ++at;
       }
     }
@@ -76,6 +76,14 @@ class KernelAio final : public Ring {
   }
 
  private:
+  // EINVAL stands for alignment, but also for files that know only plain calls.
+  static int64_t refused(const iocb& block, int error) {
+    if (error != EINVAL) return -error;
+    return move_now({block.aio_lio_opcode == IOCB_CMD_PWRITE, static_cast<int>(block.aio_fildes),
+                     reinterpret_cast<char*>(block.aio_buf), static_cast<int64_t>(block.aio_nbytes), block.aio_offset,
+                     static_cast<uint32_t>(block.aio_data)});
+  }
+
   void wait(uint32_t least, std::vector<Result>& results) {
     if (inside_ == 0) return;
     timespec at_once{0, 0};

@@ -43,6 +43,9 @@ class Ring {
   virtual void wake() = 0;
 };
 
+// The operation as one call that blocks: bytes moved, or a negative errno.
+int64_t move_now(const Operation& operation);
+
 // Make a ring for `depth` operations, for the thread that calls; null and a negative errno where the system refuses.
 std::unique_ptr<Ring> make_uring(uint32_t depth, int& error);
 std::unique_ptr<Ring> make_kernel_aio(uint32_t depth, int& error);

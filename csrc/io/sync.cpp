@@ -6,18 +6,21 @@
 #include "io/ring.h"
 
 namespace ds::io {
+
+int64_t move_now(const Operation& op) {
+  const size_t nbytes = static_cast<size_t>(op.nbytes);
+  ssize_t moved;
+  do {
+    moved = op.is_write ? pwrite(op.fd, op.address, nbytes, op.offset) : pread(op.fd, op.address, nbytes, op.offset);
+  } while (moved < 0 && errno == EINTR);
+  return moved < 0 ? -errno : moved;
+}
+
 namespace {
 
 class Sync final : public Ring {
  public:
-  void push(const Operation& op) override {
-    const size_t nbytes = static_cast<size_t>(op.nbytes);
-    ssize_t moved;
-    do {
-      moved = op.is_write ? pwrite(op.fd, op.address, nbytes, op.offset) : pread(op.fd, op.address, nbytes, op.offset);
-    } while (moved < 0 && errno == EINTR);
-    done_.push_back({op.slot, moved < 0 ? -errno : moved});
-  }
+  void push(const Operation& op) override { done_.push_back({op.slot, move_now(op)}); }
 
   void submit(std::vector<Result>& results) override { reap(0, false, results); }
 
