@@ -1,6 +1,6 @@
 # The documented variables, and what each asks for: NAME of deepspeed/ops/op_builder/registry.py, then
 #   native   code in this library          served   Python over torch or Triton: nothing to build          none   not there yet
-# tests/unit/ops/test_native_package.py holds this table, the registry and pyproject.toml together.
+# tests/unit/ops/test_native_package.py holds this table and the registry together.
 set(DS_OPERATORS
   "AIO async_io native"
   "CCL_COMM deepspeed_ccl_comm none"

@@ -52,7 +52,7 @@ foreach(operator IN LISTS DS_OPERATORS)
 endforeach()
 
 execute_process(COMMAND "${CMAKE_COMMAND}" -E environment OUTPUT_VARIABLE environment)
-string(REGEX MATCHALL "\nDS_BUILD_[A-Z0-9_]+=1\n" given "\n${environment}\n")
+string(REGEX MATCHALL "\nDS_BUILD_[A-Z0-9_]+=1" given "\n${environment}")
 foreach(setting IN LISTS given)
   string(REGEX MATCH "DS_BUILD_[A-Z0-9_]+" variable "${setting}")
   if(NOT variable IN_LIST known)

@@ -32,10 +32,10 @@ class BuildRecord(NamedTuple):
 
 @cache
 def build_record() -> BuildRecord:
-    """Read it. Where there is none, CMake did not run, and the record says so."""
+    """Read it. Where there is none, the package was never installed, and the record says so."""
     try:
         found = importlib.import_module(_MODULE)
     except ModuleNotFoundError:
-        why = "CMake could not run when this package was installed, or the package is used without being installed"
+        why = "this package is used from its sources, without being installed"
         return BuildRecord(why, (), (), ())
     return BuildRecord(found.ABSENCE, tuple(found.OPERATORS), tuple(found.SOURCES), tuple(found.NOTES))

@@ -69,10 +69,12 @@ def test_a_file_that_is_no_library_is_told_and_the_twins_serve(
     assert str(broken) in str(absence())
 
 
-def test_where_cmake_did_not_run_the_record_says_so(monkeypatch: pytest.MonkeyPatch, fresh: pytest.MonkeyPatch) -> None:
+def test_sources_that_were_never_installed_and_a_removed_file_are_told(
+    monkeypatch: pytest.MonkeyPatch, fresh: pytest.MonkeyPatch
+) -> None:
     record = importlib.import_module("deepspeed.ops.native.record")
     monkeypatch.setattr(record, "_MODULE", "deepspeed.ops.native._no_such_record")
-    assert "CMake could not run" in build_record.__wrapped__().absence
+    assert "without being installed" in build_record.__wrapped__().absence
     monkeypatch.setattr(module, "build_record", lambda: BuildRecord("", (), (), ()))
     fresh.setattr(module.importlib.util, "find_spec", lambda _name: None)
     assert absence() == "its file was removed after this package was installed"
