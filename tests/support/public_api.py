@@ -29,6 +29,7 @@ ROOTS = (
     "deepspeed.ops.lamb",
     "deepspeed.ops.lion",
     "deepspeed.ops.op_builder",
+    "deepspeed.ops.quantizer",
     "deepspeed.zero",
 )
 DOORS = ("deepspeed.runtime", "deepspeed.utils")
