@@ -65,6 +65,7 @@ __all__ = [
     "flat_all_reducer",
     "flat_gatherer",
     "flat_reduce_scatterer",
+    "local_stage",
     "parameter_stage",
 ]
 
@@ -248,10 +249,15 @@ def parameter_stage(
             stage = Stage(slots)
             _PROGRESS.add(stage)
             return stage
-    own = [allocate(nbytes) for _ in range(count)]
     if place.world_size == 1:
-        return Stage(LocalSlots(own))
+        return local_stage(count, nbytes, allocate)
+    own = [allocate(nbytes) for _ in range(count)]
     return Stage(BackendSlots(own, group, place.ranks, place.backend_seconds))
+
+
+def local_stage(count: int, nbytes: int, allocate: Callable[[int], torch.Tensor]) -> Stage:
+    """The stage of a rank that gathers from nobody else; parameters as for `parameter_stage`. Not collective."""
+    return Stage(LocalSlots([allocate(nbytes) for _ in range(count)]))
 
 
 def _check(numel: int, call: str, predivide_factor: float = 1.0) -> None:

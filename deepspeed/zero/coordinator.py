@@ -94,7 +94,11 @@ def build_coordinator(
     by_param = {id(param): unit for unit in units for param in unit.params}
     for plan, unit in zip(plans, units, strict=True):
         unit.externals = dict.fromkeys(by_param[id(param)] for param in plan.borrowed)
-    return ParameterCoordinator(root, UnitPool(units, settings), by_param, axis)
+    pool = UnitPool(units, settings)
+    stages = {id(piece.flat.tier.stage): piece.flat.tier.stage for u in units for piece in u.pieces if piece.flat.tier}
+    if stages:
+        pool.free_buffers = lambda: min(stage.free_count for stage in stages.values())
+    return ParameterCoordinator(root, pool, by_param, axis)
 
 
 class _Frame:
@@ -322,7 +326,7 @@ class ParameterCoordinator:
         """
         param = piece.members[index].param
         if unit.state is not ShardState.GATHERED and id(param) not in unit.fetched:
-            param.data = piece.flat.values.new_zeros(()).expand(piece.shapes[index])
+            param.data = piece.flat.new_whole(1).zero_()[0].expand(piece.shapes[index])
             self._stand_ins.append((unit, piece))
 
     def bucket_reduced(self, flat: ShardedFlat, number: int) -> None:

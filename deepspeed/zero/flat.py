@@ -6,8 +6,10 @@
     master     full precision, this rank's shard space only: what the optimizer updates. The same memory as `values` when the
                model is not 16-bit. A shard axis of one rank makes shard space and layout the same: stage 0.
 
-    extents    runs of shard space that are one run of `values` too: all of it, or bucket by bucket where the shard axis
-               has several ranks and parameters are whole
+    extents    runs of shard space that are one run of `values` too (`zero.extents`)
+
+    tier       sharded values that rest elsewhere than in `values` are read from there, whole or for a gather, and delivered
+               there (`offload`)
 
 `values` is the buffer of a `comm` gatherer: other ranks read it, so it is written between `begin_update` and `publish` only.
 Where parameters are whole the user may edit them between updates: it stays open for writing then (`reopen`).
@@ -21,7 +23,7 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,12 +31,17 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.comm.watch import naming
+from deepspeed.common.deferred import DeferredTensor
 from deepspeed.errors import UsageError
+from deepspeed.offload.agreement import together
 from deepspeed.sharding import Bucket, FlatLayout, Fragment, Slot
+from deepspeed.zero.extents import Extent, extents_of
+from deepspeed.zero.masters import Masters, MemoryMasters
 from deepspeed.zero.published import publish, withdraw
 
 if TYPE_CHECKING:
     from deepspeed.comm.algorithms import FlatGatherer, Work
+    from deepspeed.offload.parameters import TieredShards
     from deepspeed.topology.mesh import AxisGroup
     from deepspeed.zero.gradient_store import GradientStore
 
@@ -102,15 +109,6 @@ class Kind:
         return ALIGNMENT_BYTES // min(self.param_dtype.itemsize, self.master_dtype.itemsize)
 
 
-@dataclass(frozen=True)
-class Extent:
-    """Elements `[start, stop)` of shard space that lie in one piece of `values` too, `shift` elements further on."""
-
-    start: int
-    stop: int
-    shift: int
-
-
 WholeValue = Callable[[NamedParameter], Tensor]
 """Gives the whole value of a member, in any dtype; asked in slot order, on all ranks together."""
 
@@ -130,6 +128,11 @@ class FlatGroup:
             where parameters are sharded.
         axis: the shard axis.
         whole_value: where the values come from; None: the parameters themselves.
+        masters: where full-precision values rest; None: `values` serve, or, where those are of another dtype or rest
+            apart, memory beside them.
+        tier: where the values of some buckets rest; the gatherer's buffer then has room for the others alone.
+        device: where gathered parameters are; None: where `values` are.
+        is_apart: `values` are other memory than that of the device.
     """
 
     def __init__(
@@ -141,6 +144,10 @@ class FlatGroup:
         axis: AxisGroup,
         *,
         whole_value: WholeValue | None = None,
+        masters: Masters | None = None,
+        tier: TieredShards | None = None,
+        device: torch.device | None = None,
+        is_apart: bool = False,
     ) -> None:
         self.members = tuple(members)
         self.shapes = tuple(m.param.shape if m.whole_shape is None else m.whole_shape for m in members)
@@ -153,15 +160,19 @@ class FlatGroup:
         self.before_edit: Callable[[], None] = lambda: None
         self.optimizer: Callable[[], object | None] = lambda: None
         self.values = gatherer.buffer
-        self._empty = self.values.new_empty(0)
-        self.extents = tuple(self._extents())
+        self.tier = tier
+        self._is_apart = is_apart
+        self._empty = self.values.new_empty(0, device=device)
+        self.extents = extents_of(layout, axis.rank, is_sharded=kind.is_sharded, away=() if tier is None else tier.buckets)
         self._shard_starts = [extent.start for extent in self.extents]
-        is_split = kind.is_trained and kind.param_dtype != kind.master_dtype
-        self._master_S = (
-            torch.zeros(layout.shard_numel, dtype=kind.master_dtype, device=self.values.device) if is_split else None
-        )
-        self._adopt_values(whole_value or (lambda member: member.param.detach()))
-        gatherer.publish()
+        self.masters = masters
+        is_split = kind.is_trained and (kind.param_dtype != kind.master_dtype or self.keeps_values_apart)
+        if masters is None and is_split:
+            memory = torch.zeros(layout.shard_numel, dtype=kind.master_dtype, device=self.device)
+            self.masters = MemoryMasters(memory)
+        with self._agreeing_on_masters(), self._agreeing():
+            self._adopt_values(whole_value or (lambda member: member.param.detach()))
+            self._publish()
         self._params = [self.members[slot.index].param for slot in self.layout.slots]  # in slot order: loops of each step
         self._addresses = [param.data_ptr() for param in self._params]
         self._versions = [param._version for param in self._params]
@@ -175,13 +186,20 @@ class FlatGroup:
         """Whether parameters are sharded (stage 3)."""
         return self.kind.is_sharded
 
-    def _extents(self) -> Iterator[Extent]:
-        if self.is_sharded or self.axis.size == 1:
-            yield Extent(0, self.layout.shard_numel, 0)
-            return
-        for bucket in self.layout.buckets:
-            start, stop = self.layout.shard_range(bucket)
-            yield Extent(start, stop, self.layout.owned(bucket, self.axis.rank)[0] - start)
+    @property
+    def device(self) -> torch.device:
+        """Where whole parameters are."""
+        return self._empty.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters."""
+        return self.kind.param_dtype
+
+    @property
+    def keeps_values_apart(self) -> bool:
+        """Whether the model's values rest where no optimizer steps: `deliver_values` brings them there."""
+        return self.tier is not None or self._is_apart or (self.masters is not None and self.masters.is_apart)
 
     def extent_at(self, start: int) -> Extent:
         """The extent that holds element `start` of shard space."""
@@ -196,18 +214,97 @@ class FlatGroup:
         return [fragment for rank, fragment in self.layout.holders(position) if rank == self.axis.rank]
 
     def own_values(self, start: int, stop: int) -> Tensor:
-        """The model's values of `[start, stop)` of shard space, within one extent; a view."""
-        shift = self.extent_at(start).shift
-        return self.values[start + shift : stop + shift]
+        """The model's values of `[start, stop)` of shard space, within one extent; a view.
+
+        Raises:
+            UsageError: they rest on a tier. A fault of the library: `read_values` and `deliver_values` are for those.
+        """
+        extent = self.extent_at(start)
+        if extent.away is not None:
+            raise UsageError(
+                f"the values of elements [{start}, {stop}) of a flat group rest on a tier, so there is no view of them. "
+                "This is a fault of the library; please report it with the configuration."
+            )
+        return self.values[start + extent.shift : stop + extent.shift]
+
+    @property
+    def lends_values(self) -> bool:
+        """Whether the optimizer writes rounded values into lent memory of the host, from which they are delivered."""
+        return self.masters is not None and self.masters.is_apart and not self._is_apart
+
+    def values_slot(self, start: int, stop: int) -> Tensor | None:
+        """What the walk writes rounded values of `[start, stop)` to: a view, a stand-in for lent memory, None: deliver."""
+        is_stepped_on_host = self.masters is not None and self.masters.is_apart
+        if self.extent_at(start).away is not None or (self._is_apart and not is_stepped_on_host):
+            return None
+        if self.lends_values:
+            return torch.zeros((), dtype=self.values.dtype).expand(stop - start)
+        return self.own_values(start, stop)
+
+    def read_values(self, start: int, stop: int) -> Tensor:
+        """The model's values of `[start, stop)` of shard space, within one extent: a view, or read from the tier."""
+        extent = self.extent_at(start)
+        if self.tier is None or extent.away is None:
+            return self.own_values(start, stop)
+        return self.tier.read(extent.away, start - extent.start, stop - extent.start)
+
+    def deliver_values(self, start: int, stop: int, source: Tensor) -> None:
+        """Replace the values of `[start, stop)` of shard space, within one extent, by `source`, rounded.
+
+        Only inside `rewriting`, at whose end they are where they rest; `source` may change at once.
+        """
+        extent = self.extent_at(start)
+        if self.tier is None or extent.away is None:
+            self.own_values(start, stop).copy_(source)
+        else:
+            self.tier.write(extent.away, start - extent.start, source)
+
+    @property
+    def values_version(self) -> int:
+        """Grows whenever this rank's values are written to."""
+        return self.values._version + (0 if self.tier is None else self.tier.version)
 
     def own_master(self, start: int, stop: int) -> Tensor:
         """What the optimizer updates of `[start, stop)` of shard space, within one extent; a view."""
-        return self.own_values(start, stop) if self._master_S is None else self._master_S[start:stop]
+        return self.own_values(start, stop) if self.masters is None else self.masters.view(start, stop)
+
+    def master_slot(self, start: int, stop: int) -> Tensor:
+        """What the walk steps of `[start, stop)`, within one extent: `own_master`, or a stand-in (`Masters.slot`)."""
+        return self.own_values(start, stop) if self.masters is None else self.masters.slot(start, stop)
+
+    def read_master(self, start: int, stop: int) -> Tensor:
+        """The full-precision values of `[start, stop)` of shard space, within one extent: a view, or a copy."""
+        return self.read_values(start, stop) if self.masters is None else self.masters.read(start, stop)
+
+    def deferred_master(self, start: int, stop: int) -> Tensor | DeferredTensor:
+        """The same for a checkpoint: a view, or what reads them when they are written."""
+        if self.masters is not None:
+            return self.masters.deferred(start, stop)
+        if self.extent_at(start).away is None:
+            return self.own_values(start, stop)
+        return DeferredTensor(stop - start, self.values.dtype, lambda: self.read_values(start, stop))
+
+    @contextmanager
+    def editing_master(self, start: int, stop: int, *, reads: bool = True) -> Iterator[Tensor]:
+        """Change them inside. `reads` False: all of them are overwritten, so what it gives is undefined."""
+        if self.masters is None:
+            values = self.read_values(start, stop)
+            yield values
+            if self.extent_at(start).away is not None:
+                self.deliver_values(start, stop, values)
+            return
+        with self.masters.editing(start, stop, reads=reads) as values:
+            yield values
+
+    @property
+    def master_device(self) -> torch.device:
+        """Where the optimizer steps."""
+        return self.values.device if self.masters is None else self.masters.device
 
     @property
     def has_own_masters(self) -> bool:
         """Whether masters are other memory than the model's values."""
-        return self._master_S is not None
+        return self.masters is not None
 
     def whole_view(self, slot: Slot) -> Tensor:
         """The place of a parameter that is whole, in its shape."""
@@ -217,25 +314,46 @@ class FlatGroup:
 
     def _adopt_values(self, whole_value: WholeValue) -> None:
         with torch.no_grad():
-            for position, slot in enumerate(self.layout.slots):
-                member = self.members[slot.index]
-                release_owner(member.param)
-                whole = whole_value(member).reshape(-1)
-                if not self.is_sharded:
-                    self.values[slot.start : slot.stop].copy_(whole)
-                self._take_own(position, whole)
-                member.param.grad = None
-                member.param.data = self.values.new_empty(0) if self.is_sharded else self.whole_view(slot)
-                setattr(member.param, _OWNER, Place(self, position, member.param))
+            for number, bucket in enumerate(self.layout.buckets):
+                first = self.layout.shard_range(bucket)[0]
+                fresh = self._fresh(number)
+                for position in range(bucket.first_slot, bucket.last_slot):
+                    slot = self.layout.slots[position]
+                    self._adopt(position, whole_value(self.members[slot.index]).reshape(-1), fresh, first)
+                if fresh is not None:
+                    self.deliver_values(first, first + fresh.numel(), fresh)
 
-    def _take_own(self, position: int, whole: Tensor) -> None:
-        """Keep this rank's part of a flattened whole value: as master, and as shard where parameters are sharded."""
+    def _fresh(self, number: int) -> Tensor | None:
+        """Memory in which the shard of a bucket that rests on the tier is put together; None for other buckets."""
+        if self.tier is None or number not in self.tier.buckets:
+            return None
+        start, stop = self.layout.shard_range(self.layout.buckets[number])
+        return torch.zeros(stop - start, dtype=self.values.dtype)
+
+    def _adopt(self, position: int, whole: Tensor, fresh: Tensor | None, first: int) -> None:
+        slot = self.layout.slots[position]
+        param = self.members[slot.index].param
+        release_owner(param)
+        if not self.is_sharded:
+            self.values[slot.start : slot.stop].copy_(whole)
+        self._take_own(position, whole, fresh, first)
+        param.grad = None
+        param.data = self.new_whole(0) if self.is_sharded else self.whole_view(slot)
+        setattr(param, _OWNER, Place(self, position, param))
+
+    def _take_own(self, position: int, whole: Tensor, fresh: Tensor | None = None, first: int = 0) -> None:
+        """Keep this rank's part of a flattened whole value: as master, and as shard where parameters are sharded.
+
+        The shard goes to `fresh`, whose first element is `first` of shard space, where that is given.
+        """
         for f in self.own_parts(position):
             own = whole[f.param_start : f.param_start + f.numel]
-            if self._master_S is not None:
-                self._master_S[f.buffer_start : f.buffer_start + f.numel].copy_(own)
-            if self.is_sharded:
-                self.values[f.buffer_start : f.buffer_start + f.numel].copy_(own)
+            if self.masters is not None:
+                self.masters.write(f.buffer_start, own)
+            if fresh is not None:
+                fresh[f.buffer_start - first : f.buffer_start - first + f.numel].copy_(own)
+            elif self.is_sharded:
+                self.deliver_values(f.buffer_start, f.buffer_start + f.numel, own)
 
     @contextmanager
     def rewriting(self) -> Iterator[None]:
@@ -243,24 +361,41 @@ class FlatGroup:
 
         Does not gather what is whole: `gather_whole` does.
         """
-        self.gatherer.begin_update()
-        try:
-            yield
-        finally:
-            self.gatherer.publish()
+        with self._agreeing():
+            self.gatherer.begin_update()
+            if self.tier is not None:
+                self.tier.begin_update()
+            try:
+                yield
+            finally:
+                self._publish()
+
+    def _agreeing(self) -> AbstractContextManager[None]:
+        """Errors with the tier's files that one rank meets inside are raised on all."""
+        return nullcontext() if self.tier is None else together(self.axis, self.device)
+
+    def _agreeing_on_masters(self) -> AbstractContextManager[None]:
+        """The same for full-precision values on a disk."""
+        is_on_disk = self.masters is not None and self.masters.is_on_disk
+        return together(self.axis, self.device) if is_on_disk else nullcontext()
+
+    def _publish(self) -> None:
+        if self.tier is not None:
+            self.tier.publish()
+        self.gatherer.publish()
 
     def write_parameter(self, position: int, whole: Tensor) -> None:
         """Replace the parameter at `layout.slots[position]`, masters included. All ranks give the same value."""
         slot = self.layout.slots[position]
         self.before_edit()
-        with torch.no_grad(), self.rewriting():
+        with torch.no_grad(), self._agreeing_on_masters(), self.rewriting():
             flat = whole.detach().reshape(-1)
             if not self.is_sharded:
                 self.values[slot.start : slot.stop].copy_(flat)
             self._take_own(position, flat)
         self._versions[position] = self._params[position]._version
 
-    def adopt_edits(self) -> None:
+    def adopt_edits(self) -> list[int]:
         """Take over what the caller did to whole parameters since the last update, so that the coming one builds on it.
 
         Values written into a 16-bit parameter (`load_state_dict`, `torch.nn.init`, `copy_`) go into the master, where they
@@ -268,11 +403,15 @@ class FlatGroup:
         back into the buffer. Writing through `param.data` into the same storage cannot be noticed: use
         `deepspeed.utils.safe_set_full_fp32_param`. Sharded parameters are edited inside `zero.GatheredParameters`.
 
+        Returns:
+            The positions among `layout.slots` of what was edited.
+
         Raises:
             UsageError: the other storage has another dtype, device or shape.
         """
         if self.is_sharded:
-            return
+            return []
+        edited = []
         noted = zip(self._params, self._addresses, self._versions, strict=True)
         for position, (param, address, version) in enumerate(noted):
             if param.data_ptr() != address:
@@ -281,6 +420,8 @@ class FlatGroup:
                 continue
             self._versions[position] = param._version
             self._adopt_rounded(position)
+            edited.append(position)
+        return edited
 
     def adopt_all(self) -> None:
         """Take over the model's values as masters where they differ, whether or not an edit was noticed."""
@@ -306,25 +447,29 @@ class FlatGroup:
             )
 
     def _adopt_rounded(self, position: int) -> None:
-        if self._master_S is None:
+        if self.masters is None:
             return
         for f in self.own_parts(position):
             stop = f.buffer_start + f.numel
-            master, rounded = self._master_S[f.buffer_start : stop], self.own_values(f.buffer_start, stop)
-            is_edited = master.to(rounded.dtype) != rounded
-            master.copy_(torch.where(is_edited, rounded.to(master.dtype), master))
+            rounded = self.read_values(f.buffer_start, stop).to(self.masters.device)
+            with self.masters.editing(f.buffer_start, stop) as master:
+                is_edited = master.to(rounded.dtype) != rounded
+                master.copy_(torch.where(is_edited, rounded.to(master.dtype), master))
 
     # -- masters to values to parameters ------------------------------------------------------------------------------
 
     def write_back(self, start: int, stop: int) -> None:
         """Round `[start, stop)` of the master, within one extent, into `values`."""
-        if self._master_S is not None:
-            self.own_values(start, stop).copy_(self._master_S[start:stop])
+        if self.masters is not None:
+            for begin, end in self.masters.blocks(start, stop):
+                self.deliver_values(begin, end, self.masters.read(begin, end))
 
     def round_masters(self) -> None:
         """Make the master what it is after rounding to the model's dtype."""
-        if self._master_S is not None:
-            self._master_S.copy_(self._master_S.to(self.values.dtype))
+        if self.masters is not None:
+            for start, stop in self.masters.blocks(0, self.layout.shard_numel):
+                with self.masters.editing(start, stop) as values:
+                    values.copy_(values.to(self.values.dtype))
 
     def write_back_all(self) -> None:
         """Round the whole master into `values`."""
@@ -333,7 +478,7 @@ class FlatGroup:
 
     @contextmanager
     def replacing(self) -> Iterator[None]:
-        """Write `own_master` inside; afterwards the model holds it. All ranks of the shard axis enter it."""
+        """Write masters inside (`editing_master`); afterwards the model holds it. All ranks of the shard axis enter it."""
         self.before_edit()
         with self.rewriting():
             yield
@@ -355,8 +500,16 @@ class FlatGroup:
 
     def gather_bucket(self, number: int, into_F: Tensor) -> Work:
         """Start to bring bucket `number` of sharded parameters together in `into_F` (1-D, as long as the bucket)."""
+        start, stop = self.layout.shard_range(self.layout.buckets[number])
         with naming(self._labels[number]):
-            return self.gatherer.gather(*self.layout.shard_range(self.layout.buckets[number]), into_F)
+            if self.tier is not None and number in self.tier.buckets:
+                return self.tier.gather(number, into_F)
+            shift = self.extent_at(start).shift if start < stop else -start
+            return self.gatherer.gather(start + shift, stop + shift, into_F)
+
+    def new_whole(self, numel: int) -> Tensor:
+        """Memory for `numel` gathered elements; its content does not matter."""
+        return self._empty.new_empty(numel)
 
     def show(self, number: int, whole_F: Tensor) -> None:
         """Let the parameters of bucket `number` be views of `whole_F`, a gathered bucket."""
@@ -368,8 +521,6 @@ class FlatGroup:
 
     def hide(self, number: int) -> None:
         """Empty the parameters of bucket `number`."""
-        if self._empty.device != self.values.device:
-            self._empty = self.values.new_empty(0)
         for slot in self._slots_of(self.layout.buckets[number]):
             self.members[slot.index].param.data = self._empty
 
@@ -378,8 +529,14 @@ class FlatGroup:
         for position, slot in enumerate(self.layout.slots):
             parts = self.own_parts(position)
             begin = parts[0].buffer_start if parts else 0
-            own = self.values[begin : begin + sum(part.numel for part in parts)]  # one run: a bucket has one shard here
-            publish(self.members[slot.index].param, self.shapes[slot.index], own, group=self._group)
+            is_away = bool(parts) and self.extent_at(begin).away is not None
+            numel = sum(part.numel for part in parts)  # one run: a bucket has one shard here
+            own = (
+                self.values.new_empty(numel, device="meta")
+                if is_away or not numel
+                else self.own_values(begin, begin + numel)
+            )
+            publish(self.members[slot.index].param, self.shapes[slot.index], own, group=self._group, is_remote=is_away)
 
     @property
     def _group(self) -> Any:
@@ -390,7 +547,7 @@ class FlatGroup:
         for number, bucket in enumerate(self.layout.buckets):
             whole_F = self.values[bucket.start : bucket.stop]
             if self.is_sharded:
-                whole_F = self.values.new_empty(bucket.stop - bucket.start)
+                whole_F = self.new_whole(bucket.stop - bucket.start)
                 self.gather_bucket(number, whole_F).wait()
             for slot in self._slots_of(bucket):
                 begin = slot.start - bucket.start
@@ -424,6 +581,10 @@ class FlatGroup:
                     withdraw(member.param)
         if self._gradients is not None:
             self._gradients.close()
+        if self.masters is not None:
+            self.masters.close()
+        if self.tier is not None:
+            self.tier.close()
         self.gatherer.close()
 
 

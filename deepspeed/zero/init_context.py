@@ -38,6 +38,8 @@ from torch.nn.utils.parametrize import ParametrizationList
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import ArgumentError, UnbuiltFeatureError
+from deepspeed.offload.agreement import together
+from deepspeed.offload.shard_file import ShardFile
 from deepspeed.topology.mesh import AxisGroup
 from deepspeed.zero.construction import Construction, Replacements
 from deepspeed.zero.external import attach_external_tables, register_external_parameter, unregister_external_parameter
@@ -111,8 +113,9 @@ class Init:
         data_parallel_group: the ranks that share each parameter; all if left out.
         mem_efficient_linear: taken for compatibility: no weight that was gathered is kept for backward, at stage 3 with
             `memory_efficient_linear`.
-        remote_device: "cpu" keeps shards in host memory.
-        pin_memory: ... page-locked.
+        remote_device: "cpu" keeps shards in host memory; "nvme" in a file in `offload_param.nvme_path`, but for the first
+            `offload_param.max_in_cpu` elements, until `initialize` takes the parameters over.
+        pin_memory: page-lock shards in host memory.
         config_dict_or_path: dict, path or base64; it may lack batch sizes and hold "auto".
         config: the same under its older name.
         enabled: False makes everything here do nothing.
@@ -164,11 +167,19 @@ class Init:
         self._settings = read_settings(source, dtype=dtype, remote_device=remote_device, pin_memory=pin_memory)
         if not comm.is_initialized():
             comm.init_distributed(verbose=False)
+        axis = _axis(sequence_data_parallel_group or data_parallel_group, mpu)
+        device = torch.device(get_accelerator().device_name(comm.get_local_rank()))
+        file: ShardFile | None = None
+        if self._settings.nvme_path is not None:
+            with together(axis, device):
+                file = ShardFile(self._settings.nvme_path, f"init_rank{axis.rank}", self._settings.io)
         self._holder = ShardedParameters(
-            _axis(sequence_data_parallel_group or data_parallel_group, mpu),
-            torch.device(get_accelerator().device_name(comm.get_local_rank())),
+            axis,
+            device,
             rest_device=torch.device("cpu") if self._settings.is_remote else None,
             pin_memory=self._settings.pin_memory,
+            file=file,
+            max_in_memory=self._settings.max_in_cpu,
         )
         if module is not None:
             for below in module.modules():

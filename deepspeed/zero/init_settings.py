@@ -1,9 +1,9 @@
 """What `zero.Init` takes from its arguments and from a config that may not be complete yet.
 
-    config (dict, path, base64) --load, drop "auto"--> blocks zero_optimization, fp16, bf16 --+
-    arguments of zero.Init, which win ---------------------------------------------------------+--> InitSettings
+    config (dict, path, base64) --load, drop "auto"--> blocks zero_optimization, fp16, bf16, aio --+
+    arguments of zero.Init, which win --------------------------------------------------------------+--> InitSettings
 
-Lives here: reading these three blocks alone, because clients hand the config over before they know batch sizes and while
+Lives here: reading these four blocks alone, because clients hand the config over before they know batch sizes and while
 values are still "auto". Does not live here: the whole config (`config.root`), which `initialize` reads. Called by
 `zero.init_context`.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -19,9 +20,11 @@ import torch
 from deepspeed.config.base import ConfigModel, faults_of, parse
 from deepspeed.config.faults import Fault, raise_faults
 from deepspeed.config.load import load_config, strip_auto
+from deepspeed.config.memory import AioConfig
 from deepspeed.config.precision import BF16Config, FP16Config
-from deepspeed.config.zero import ZeroConfig
-from deepspeed.errors import ArgumentError, UnbuiltFeatureError
+from deepspeed.config.zero import OffloadParamConfig, ZeroConfig
+from deepspeed.errors import ArgumentError
+from deepspeed.ops.aio.settings import IoSettings
 
 __all__ = ["InitSettings", "read_settings"]
 
@@ -35,9 +38,15 @@ class InitSettings:
     dtype: torch.dtype
     """Of floating tensors that are made without naming a dtype."""
     is_remote: bool
-    """Shards rest in host memory."""
+    """Shards rest in host memory, or in a file."""
     pin_memory: bool
     """... page-locked."""
+    nvme_path: Path | None
+    """Where the file is; None: there is none."""
+    max_in_cpu: int
+    """Elements that stay in host memory where there is a file."""
+    io: IoSettings
+    """How the file is read and written."""
     override_module_apply: bool
     """`Module.apply` opens parameters around its function."""
     max_live_numel: int
@@ -55,21 +64,21 @@ def read_settings(
 
     Args:
         config: dict, path or base64 of a DeepSpeed config, or a `DeepSpeedConfig`; only the blocks `zero_optimization`,
-            `fp16` and `bf16` are read, and "auto" means the default.
+            `fp16`, `bf16` and `aio` are read, and "auto" means the default.
         dtype: wins over the config; without both it is fp32, or torch's default dtype where that is wider.
-        remote_device: "cpu" or "none"; None asks `offload_param.device` of the config.
+        remote_device: "cpu", "nvme" or "none"; None asks `offload_param.device` of the config. "nvme" needs its `nvme_path`.
         pin_memory: page-lock shards in host memory; `offload_param.pin_memory` does so as well.
 
     Raises:
         ConfigError: a block has faults; all of them are listed.
-        UnbuiltFeatureError: shards should rest on NVMe.
-        ArgumentError: another `remote_device`.
+        ArgumentError: another `remote_device`, or "nvme" without a path.
     """
     raw = _raw(config)
     faults: list[Fault] = []
     zero = _block(ZeroConfig, raw, ("zero_optimization",), faults)
     fp16 = _block(FP16Config, raw, ("fp16",), faults)
     bf16 = _block(BF16Config, raw, ("bf16", "bfloat16"), faults)
+    aio = _block(AioConfig, raw, ("aio",), faults)
     if faults:
         raise_faults(faults, "given to zero.Init")
     if fp16.enabled and bf16.enabled:
@@ -79,7 +88,10 @@ def read_settings(
     place = str(getattr(remote_device, "value", remote_device) or (offload.device if offload is not None else "none"))
     return InitSettings(
         dtype=dtype or configured,
-        is_remote=_is_host(place),
+        is_remote=_is_remote(place),
+        nvme_path=_nvme_path(offload) if place == "nvme" else None,
+        max_in_cpu=0 if offload is None else offload.max_in_cpu,
+        io=IoSettings.of(aio),
         pin_memory=pin_memory or (offload is not None and offload.pin_memory),
         override_module_apply=zero.override_module_apply,
         max_live_numel=zero.max_live_parameters,
@@ -103,9 +115,20 @@ def _full_precision() -> torch.dtype:
     return torch.promote_types(torch.float32, torch.get_default_dtype())
 
 
-def _is_host(place: str) -> bool:
-    if place == "nvme":
-        raise UnbuiltFeatureError('zero.Init: shards on "nvme" are not built yet. Use remote_device="cpu" or None.')
-    if place not in ("none", "cpu"):
-        raise ArgumentError(f'zero.Init(remote_device="{place}"): needed None or "cpu". "cpu" keeps shards in host memory.')
-    return place == "cpu"
+def _is_remote(place: str) -> bool:
+    if place not in ("none", "cpu", "nvme"):
+        raise ArgumentError(
+            f'zero.Init(remote_device="{place}"): needed None, "cpu" or "nvme": "cpu" keeps shards in host memory, "nvme" '
+            "in a file in offload_param.nvme_path."
+        )
+    return place != "none"
+
+
+def _nvme_path(offload: OffloadParamConfig | None) -> Path:
+    if offload is None or offload.nvme_path is None:
+        raise ArgumentError(
+            'zero.Init(remote_device="nvme") without a place: the config has no zero_optimization.offload_param.nvme_path. '
+            'Give it one, for example {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": '
+            '"/local_nvme"}}}.'
+        )
+    return Path(offload.nvme_path)

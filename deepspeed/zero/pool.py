@@ -31,6 +31,8 @@ __all__ = ["Storages", "UnitPool"]
 
 logger = get_logger(__name__)
 
+_PLENTY = 1 << 30
+
 Storages = dict[int, tuple[Unit, int] | None]
 """Storage (`untyped_storage()._cdata`) of a gathered buffer -> its unit and position there. None: memory that belongs to a
 `GatheredParameters` block."""
@@ -42,6 +44,22 @@ class _Pass:
     def __init__(self, numels: list[int], settings: GatherSettings, *, wraps: bool) -> None:
         self.trace = Trace(numels, wraps=wraps)
         self.lookahead = Lookahead(self.trace, numels, settings)
+
+
+class _Buffers:
+    """Buffers of the tier, counted while units to be gathered ahead are chosen."""
+
+    def __init__(self, units: list[Unit], free: int) -> None:
+        self._units = units
+        self._free = free
+
+    def take(self, number: int) -> bool:
+        """Whether there are as many as the unit needs; then they are taken."""
+        needed = self._units[number].away_pieces
+        if needed > self._free:
+            return False
+        self._free -= needed
+        return True
 
 
 class UnitPool:
@@ -62,6 +80,8 @@ class UnitPool:
         """Units in use by autograd, as far as is known: released only when nothing else is left to release."""
         self.after_change: Callable[[Unit], None] = lambda unit: None
         """Called when the parameters of a unit were shown or hidden."""
+        self.free_buffers: Callable[[], int] = lambda: _PLENTY
+        """Buffers through which shards that rest outside memory can be read now without waiting for an earlier read."""
         self._numels = [unit.numel for unit in self.units]
         self._total_numel = sum(self._numels)
         self._gathered: dict[Unit, None] = {}
@@ -139,7 +159,9 @@ class UnitPool:
 
     def prefetch(self) -> None:
         """Start to gather what is used next, within the budget."""
-        chosen = self._pass.lookahead.choose(self._ahead_numel, self._is_here, self._make_room_beyond)
+        chosen = self._pass.lookahead.choose(
+            self._ahead_numel, self._is_here, self._make_room_beyond, _Buffers(self.units, self.free_buffers()).take
+        )
         if chosen:
             with outside_inference_mode():
                 for number in chosen:

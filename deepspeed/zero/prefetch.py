@@ -122,7 +122,13 @@ class Lookahead:
         self._near_numel = settings.max_reuse_numel
         self._cursor = 0
 
-    def choose(self, ahead_numel: int, is_here: Callable[[int], bool], make_room: Callable[[int, int], bool]) -> list[int]:
+    def choose(
+        self,
+        ahead_numel: int,
+        is_here: Callable[[int], bool],
+        make_room: Callable[[int, int], bool],
+        take_buffers: Callable[[int], bool] = lambda unit: True,
+    ) -> list[int]:
         """Units to start gathering now, in order of use.
 
         Args:
@@ -130,6 +136,8 @@ class Lookahead:
             is_here: whether a unit, by number, is gathered or on its way.
             make_room: called with elements and the distance of their use; whether they fit under max_live_parameters,
                 perhaps because units used later than that were released.
+            take_buffers: called with a unit that would be started; whether there are buffers left to read it through, where
+                its shards rest outside memory.
         """
         trace, chosen = self._trace, list[int]()
         if not self._budget_numel:
@@ -143,7 +151,7 @@ class Lookahead:
                     break
                 if ahead_numel and distance > self._near_numel and trace.was_used(unit):
                     break  # [Note: not at once again]
-                if not make_room(numel, distance):
+                if not take_buffers(unit) or not make_room(numel, distance):
                     break
                 chosen.append(unit)
                 ahead_numel += numel

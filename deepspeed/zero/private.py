@@ -127,7 +127,7 @@ class PrivateCopies:
         self._refuse_unusable(param, copy, piece, index)
         assert copy is not None  # it was refused
         with outside_inference_mode(), torch.no_grad():
-            values = param.data.to(piece.flat.values.dtype).contiguous()
+            values = param.data.to(piece.flat.dtype).contiguous()
             if self._axis.size > 1:
                 comm.broadcast(values, src=source_rank, group=self._axis.group)
             piece.flat.write_parameter(piece.positions[index], values)

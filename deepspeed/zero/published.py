@@ -70,6 +70,7 @@ def publish(
     *,
     group: comm.ProcessGroup | None = None,
     is_persistent: bool = False,
+    is_remote: bool = False,
 ) -> None:
     """Set the attributes of a sharded parameter, or refresh them; it counts as not whole.
 
@@ -79,6 +80,7 @@ def publish(
         shard: this rank's share, 1-D; the very tensor that is gathered from, so that assigning its `.data` has effect.
         group: the ranks that share it; None is the world.
         is_persistent: small enough to stay whole between uses.
+        is_remote: the shard rests outside memory, and `shard` is a stand-in on the meta device.
     """
     methods = _Methods(param)
     attributes: dict[str, Any] = {
@@ -89,7 +91,7 @@ def publish(
         "ds_status": ZeroParamStatus.NOT_AVAILABLE,
         "ds_persist": is_persistent,
         "ds_process_group": group,
-        "ds_param_type": ZeroParamType.PARTITIONED,
+        "ds_param_type": ZeroParamType.REMOTE if is_remote else ZeroParamType.PARTITIONED,
         "ds_active_sub_modules": set(),
         "partition_numel": methods.partition_numel,
         "all_gather": methods.all_gather,

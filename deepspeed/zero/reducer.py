@@ -327,7 +327,7 @@ class GradientReducer:
         """[Note: arrivals are learned]: all ranks agree, once any has seen gradients, in which buckets some arrive twice."""
         mine = [float(bool(self._arrivals))]
         mine += [float(id(bucket) in self._twice) + 2.0 * bucket.has_arrived_late for bucket in self._buckets]
-        flags = torch.tensor(mine, device=self.flats[0].values.device)
+        flags = torch.tensor(mine, device=self.flats[0].device)
         comm.all_reduce(flags, op=comm.ReduceOp.MAX, group=self.axis.group)
         has_arrivals, *of_buckets = flags.tolist()
         for bucket, flag in zip(self._buckets, of_buckets, strict=True):
@@ -342,7 +342,7 @@ class GradientReducer:
     def _refuse_unused(self) -> None:
         """All ranks agree first, so that all raise together."""
         unused = [bucket for bucket in self._buckets if bucket.pending > 0 and not bucket.was_full]
-        flag = torch.tensor(float(bool(unused)), device=self.flats[0].values.device)
+        flag = torch.tensor(float(bool(unused)), device=self.flats[0].device)
         if self.axis.size > 1:
             comm.all_reduce(flag, op=comm.ReduceOp.MAX, group=self.axis.group)
         if flag.item():
@@ -385,7 +385,7 @@ class GradientReducer:
 
         Call on all ranks after `reduce()`, when the norm turned out not to be finite.
         """
-        device = self.flats[0].values.device
+        device = self.flats[0].device
         zero = torch.zeros((), device=device)
         brought = [zero if bucket.brought is None else bucket.brought.float() for bucket in self._buckets]
         mine_B = torch.isfinite(torch.stack(brought)).logical_not().float()

@@ -10,6 +10,8 @@
     store   one rank's values go to all ranks, each keeps its part
     drop    the last one forgets the gathered buffer, and with it what nobody stored
 
+Shards rest in memory, or beyond a number of elements in a file (`offload.shard_file`): each is read for a fetch then.
+
 Lives here: `ShardedParameters`, the `ParameterHolder` of one `zero.Init` group, and what `engine.build` needs to take such
 parameters over. Does not live here: when a parameter is sharded (`zero.init_context`), sharded parameters of an engine
 (`zero.flat`, `zero.coordinator`).
@@ -23,7 +25,7 @@ count up `param._version`; a parameter of which it rose while released was writt
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -35,6 +37,8 @@ from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.flat import Work
 from deepspeed.errors import ArgumentError, UsageError
+from deepspeed.offload.agreement import together
+from deepspeed.offload.shard_file import Run, ShardFile
 from deepspeed.topology.mesh import AxisGroup
 from deepspeed.zero.holder import holder_of, set_holder
 from deepspeed.zero.published import ZeroParamStatus, in_rank_order, publish, set_status, withdraw
@@ -64,11 +68,25 @@ class ParamShard:
     """Class of the module and name in it; the whole path is not known while a model is built."""
     shape: torch.Size
     values: Tensor
-    """`shard_S`: 1-D, padded with zeros. Clients may assign its `.data`, so the object stays the same."""
+    """`shard_S`: 1-D, padded with zeros. Clients may assign its `.data`, so the object stays the same. On the meta device
+    where the shard rests in a file."""
+    run: Run | None = None
+    """Its place in the file."""
     fetch_count: int = 0
     """Fetches that were not dropped; `param.data` is whole while there are any."""
     version: int = 0
     """`param._version` when it was released; see [Note: writes that go nowhere]."""
+
+    def load(self) -> Tensor:
+        """The values, wherever they rest. Raises FileIoError."""
+        return self.values if self.run is None else self.run.load()
+
+    def save(self, values: Tensor) -> None:
+        """Replace the first elements. Raises FileIoError."""
+        if self.run is None:
+            self.values[: values.numel()].copy_(values)
+        else:
+            self.run.save(values)
 
 
 class ShardedParameters:
@@ -78,7 +96,14 @@ class ShardedParameters:
     """
 
     def __init__(
-        self, axis: AxisGroup, device: torch.device, *, rest_device: torch.device | None = None, pin_memory: bool = False
+        self,
+        axis: AxisGroup,
+        device: torch.device,
+        *,
+        rest_device: torch.device | None = None,
+        pin_memory: bool = False,
+        file: ShardFile | None = None,
+        max_in_memory: int = 0,
     ) -> None:
         """Hold parameters for the ranks of `axis`.
 
@@ -87,29 +112,33 @@ class ShardedParameters:
             device: where gathered values are.
             rest_device: where shards are; None is `device`.
             pin_memory: page-lock shards on the host.
+            file: for shards beyond `max_in_memory`; errors with it are raised on all ranks.
+            max_in_memory: elements of this rank's shards that stay in memory where there is a file.
         """
         self.axis = axis
         self.device = device
         self._rest_device = rest_device or device
         self._pin_memory = pin_memory and self._rest_device.type == "cpu" and device.type != "cpu"
+        self._file = file
+        self._room_numel = max_in_memory
         self._shards: MutableMapping[nn.Parameter, ParamShard] = WeakTensorKeyDictionary()
 
     # -- taking and giving up parameters ------------------------------------------------------------------------------
 
     def shard(self, named: Mapping[str, nn.Parameter]) -> None:
         """Deal the values of the group's first rank out to all and make `param.data` empty, for each parameter."""
-        with _plain_tensors():
+        with _plain_tensors(), self._agreeing():
             for batch in _batches(list(named.items()), lambda item: item[1].nbytes // self.axis.size):
                 flats = [param.detach().to(self.device).reshape(-1) for _, param in batch]
                 for (name, param), shard_S in zip(batch, self._deal(flats), strict=True):
-                    self._adopt(param, ParamShard(name, param.shape, self._at_rest(shard_S)))
+                    self._adopt(param, ParamShard(name, param.shape, *self._at_rest(shard_S)))
 
     def copy_sharded(self, param: nn.Parameter) -> nn.Parameter:
         """Return a new parameter with the same values, sharded likewise; nothing is communicated."""
         shard = self._shards[param]
         with _plain_tensors():
             copied = nn.Parameter(param.detach().clone(), param.requires_grad)
-            self._adopt(copied, ParamShard(shard.name, shard.shape, self._at_rest(shard.values.clone())))
+            self._adopt(copied, ParamShard(shard.name, shard.shape, *self._at_rest(shard.load().clone())))
         return copied
 
     def forget(self, param: nn.Parameter) -> None:
@@ -121,7 +150,7 @@ class ShardedParameters:
     def _adopt(self, param: nn.Parameter, shard: ParamShard) -> None:
         self._shards[param] = shard
         set_holder(param, self)
-        publish(param, shard.shape, shard.values, group=self.axis.group)
+        publish(param, shard.shape, shard.values, group=self.axis.group, is_remote=shard.run is not None)
         self._release(param, shard)
 
     def _deal(self, flats: Sequence[Tensor]) -> list[Tensor]:
@@ -142,9 +171,17 @@ class ShardedParameters:
             _as_bytes(shard_S).copy_(piece)
         return mine
 
-    def _at_rest(self, shard_S: Tensor) -> Tensor:
+    def _at_rest(self, shard_S: Tensor) -> tuple[Tensor, Run | None]:
+        """What `ParamShard` keeps of a shard: its values, or a stand-in and where they are."""
+        if self._file is not None and shard_S.numel() > self._room_numel:
+            return torch.empty_like(shard_S, device="meta"), self._file.keep(shard_S)
+        self._room_numel -= shard_S.numel()
         resting = shard_S.to(self._rest_device)
-        return get_accelerator().pin_memory(resting) if self._pin_memory else resting
+        return (get_accelerator().pin_memory(resting) if self._pin_memory else resting), None
+
+    def _agreeing(self) -> AbstractContextManager[None]:
+        """Errors with the file that one rank meets inside are raised on all. Collective where there is a file."""
+        return nullcontext() if self._file is None else together(self.axis, self.device)
 
     # -- the protocol of a holder -------------------------------------------------------------------------------------
 
@@ -159,10 +196,12 @@ class ShardedParameters:
             released = [(param, shard) for param, shard in held if shard.fetch_count == 0]
             for param, shard in released:
                 _refuse_other_storage(param, shard)
-            for param, shard in held:
-                self._follow(param, shard)
-            batches = list(_batches(released, lambda pair: pair[1].values.nbytes))
-            gathers = [_Gather(self.axis, [shard.values for _, shard in batch], self.device) for batch in batches]
+            with self._agreeing():
+                for param, shard in held:
+                    self._follow(param, shard)
+                batches = list(_batches(released, lambda pair: pair[1].values.nbytes))
+                loaded = [[shard.load() for _, shard in batch] for batch in batches]
+            gathers = [_Gather(self.axis, shards, self.device) for shards in loaded]
             for batch, gather in zip(batches, gathers, strict=True):
                 for (param, shard), whole_F in zip(batch, gather.wait(), strict=True):
                     param.data = whole_F[: shard.shape.numel()].view(shard.shape)
@@ -191,13 +230,13 @@ class ShardedParameters:
                 f"modifier_rank={source_rank}, but the parameters are shared by the ranks {list(self.axis.ranks)}. "
                 "Name one of these: the global rank of the process that edits."
             )
-        with _plain_tensors():
+        with _plain_tensors(), self._agreeing():
             for param, shard in self._held(params):
                 self._store(param, shard, source_rank)
 
     def follow_casts(self, params: Sequence[nn.Parameter]) -> None:
         """Give the shards of fetched parameters the dtype that `module.to()` gave the parameters, on all ranks alike."""
-        with _plain_tensors():
+        with _plain_tensors(), self._agreeing():
             for param, shard in self._held(params):
                 self._follow(param, shard)
 
@@ -235,8 +274,8 @@ class ShardedParameters:
     def _follow(self, param: nn.Parameter, shard: ParamShard) -> None:
         """Bring the shard to the parameter's dtype, which `module.to(dtype)` changes through the empty tensor, too."""
         if shard.values.dtype != param.dtype:
-            shard.values = self._at_rest(shard.values.to(param.dtype))
-            publish(param, shard.shape, shard.values, group=self.axis.group)
+            shard.values, shard.run = self._at_rest(shard.load().to(param.dtype))
+            publish(param, shard.shape, shard.values, group=self.axis.group, is_remote=shard.run is not None)
             if shard.fetch_count:
                 set_status(param, ZeroParamStatus.AVAILABLE)
 
@@ -257,7 +296,7 @@ class ShardedParameters:
         param.data = whole_F.view(shard.shape)
         shard_numel = shard.values.numel()
         mine = whole_F[self.axis.rank * shard_numel : (self.axis.rank + 1) * shard_numel]
-        shard.values[: mine.numel()].copy_(mine)
+        shard.save(mine)
 
 
 class _Gather:

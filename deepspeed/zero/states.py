@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from deepspeed import comm
 from deepspeed.comm.algorithms import Work
 from deepspeed.errors import UsageError
+from deepspeed.offload.parameters import TieredShards
 from deepspeed.sharding import FlatLayout
 from deepspeed.topology.mesh import AxisGroup
 from deepspeed.zero.flat import NamedParameter
@@ -78,12 +79,26 @@ class ShardedFlat(Protocol):
     members: tuple[NamedParameter, ...]
     shapes: tuple[torch.Size, ...]
     layout: FlatLayout
-    values: Tensor
-    """This rank's shard space, 1-D."""
+    tier: TieredShards | None
+    """Where the shards of some buckets rest outside memory; None: nothing does."""
 
     @property
     def is_sharded(self) -> bool:
         """Whether the parameters are sharded at all."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters."""
+
+    @property
+    def values_version(self) -> int:
+        """Grows whenever this rank's shards are written to."""
+
+    def new_whole(self, numel: int) -> Tensor:
+        """Memory for `numel` gathered elements."""
+
+    def read_values(self, start: int, stop: int) -> Tensor:
+        """Elements of this rank's shard space, within one bucket."""
 
     def gather_bucket(self, number: int, into_F: Tensor) -> Work:
         """Start to bring bucket `number` together in `into_F`."""
@@ -118,6 +133,11 @@ class Piece:
     def is_trained(self) -> bool:
         """Whether gradients of this piece are waited for."""
         return any(member.param.requires_grad for member in self.members)
+
+    @property
+    def is_away(self) -> bool:
+        """Whether its shards rest outside memory, so that a gather needs a buffer of the tier first."""
+        return self.flat.tier is not None and self.number in self.flat.tier.buckets
 
 
 def pieces_by_unit(flats: Sequence[ShardedFlat]) -> dict[int, list[Piece]]:
@@ -165,7 +185,7 @@ def gather_by_all_reduce(axis: AxisGroup) -> Launch:
         start, stop = piece.flat.layout.shard_range(bucket)
         into_F.zero_()
         own_S = into_F.view(axis.size, stop - start)[axis.rank]
-        own_S.copy_(piece.flat.values[start:stop])
+        own_S.copy_(piece.flat.read_values(start, stop))
         if axis.size > 1:
             comm.all_reduce(into_F.view(torch.uint8), group=axis.group)
         return _Done()
@@ -203,6 +223,7 @@ class Unit:
     __slots__ = (
         "_versions",
         "_works",
+        "away_pieces",
         "buffers",
         "epoch",
         "externals",
@@ -248,6 +269,8 @@ class Unit:
         self.params = tuple(member.param for piece in pieces for member in piece.members)
         self.names = tuple(member.name for piece in pieces for member in piece.members)
         self.trained_pieces = sum(piece.is_trained for piece in pieces)
+        self.away_pieces = sum(piece.is_away for piece in pieces)
+        """Buffers of the tier that a gather takes."""
         self.state = ShardState.SHARDED
         self.buffers: tuple[Tensor, ...] = ()
         self.gathered_versions: list[int] = []
@@ -269,8 +292,8 @@ class Unit:
     def gather(self) -> None:
         """Start to bring the unit together. Collective over the shard axis, unless the gatherer says otherwise."""
         after = self._after("gather")
-        buffers = tuple(piece.flat.values.new_empty(piece.numel) for piece in self.pieces)
-        versions = [piece.flat.values._version for piece in self.pieces]
+        buffers = tuple(piece.flat.new_whole(piece.numel) for piece in self.pieces)
+        versions = [piece.flat.values_version for piece in self.pieces]
         works = [self.launch(piece, buffer) for piece, buffer in zip(self.pieces, buffers, strict=True)]
         self.buffers, self.gathered_versions, self._works = buffers, versions, works
         self.is_outdated = False
@@ -332,7 +355,7 @@ class Unit:
         A net for writes that nobody announced (`ParameterCoordinator.before_edit`): another rank may see it otherwise.
         """
         for piece, version in zip(self.pieces, self.gathered_versions, strict=True):
-            if piece.flat.values._version != version:
+            if piece.flat.values_version != version:
                 return True
         return False
 

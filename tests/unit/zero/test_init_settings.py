@@ -10,7 +10,7 @@ import torch
 
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.offload import OffloadDeviceEnum
-from deepspeed.errors import ArgumentError, ConfigError, UnbuiltFeatureError
+from deepspeed.errors import ArgumentError, ConfigError
 from deepspeed.zero.init_settings import read_settings
 
 HALF_FILLED = {
@@ -73,13 +73,24 @@ def test_shards_rest_on_the_host_when_the_argument_or_the_config_says_so() -> No
     assert read_settings(offload).pin_memory
     assert not read_settings(offload, remote_device="none").is_remote
     assert read_settings(remote_device=OffloadDeviceEnum.cpu).is_remote
-    with pytest.raises(UnbuiltFeatureError, match=r"not built yet. Use remote_device=.cpu. or None"):
-        read_settings(remote_device="nvme")
-    with pytest.raises(ArgumentError, match='needed None or "cpu"'):
+    with pytest.raises(ArgumentError, match='needed None, "cpu" or "nvme"'):
         read_settings(remote_device="disk")
 
 
-def test_faults_of_the_three_blocks_are_told_together() -> None:
+def test_shards_rest_in_a_file_when_the_argument_or_the_config_says_so() -> None:
+    offload = {"device": "nvme", "nvme_path": "/fast", "max_in_cpu": 7}
+    config = {"zero_optimization": {"offload_param": offload}, "aio": {"queue_depth": 3}}
+    settings = read_settings(config)
+    assert (settings.is_remote, settings.nvme_path, settings.max_in_cpu) == (True, Path("/fast"), 7)
+    assert settings.io.queue_depth == 3
+    assert read_settings(config, remote_device="cpu").nvme_path is None
+    only_a_path = {"zero_optimization": {"offload_param": {"nvme_path": "/fast"}}}
+    assert read_settings(only_a_path, remote_device="nvme").nvme_path == Path("/fast")
+    with pytest.raises(ArgumentError, match=r"has no zero_optimization\.offload_param\.nvme_path"):
+        read_settings(remote_device="nvme")
+
+
+def test_faults_of_the_blocks_are_told_together() -> None:
     with pytest.raises(ConfigError, match="2 faults in the configuration") as caught:
         read_settings({"zero_optimization": {"stge": 3}, "fp16": {"enabled": "perhaps"}})
     assert 'Did you mean "stage"?' in str(caught.value)
