@@ -1,11 +1,14 @@
 """What the optimizers of this package share: the walk over groups, the layout of state, and exact loading.
 
-    step() -> each group: `_step_group(group)` -> `_batches(group)` -> torch's kernels on lists of dense tensors
+    step()               host memory, up to fp32 --> `ops.host_step`, all parameters of all groups in one call
+                         elsewhere, or fp64     --> each group: `_step_group(group)` -> `_batches(group)` -> torch's kernels
+    step_in_one_pass()   host memory: the engine's masters, with gradients as they are and the factor they need
 
 The engine lends `group["params"]` one flat tensor at a time and takes it back after `step()`. So nothing here remembers a
 parameter list: each step reads the groups afresh, and state is found by parameter, made at its first step.
 
-Not here: the maths of one optimizer (its own folder), and masters, clipping and loss scale (the engine's business).
+Not here: the maths of one optimizer (its own folder), the loops in host memory (`ops.host_step`), and masters, clipping and
+loss scale (the engine's business).
 
 [Note: dynamo stays out] torch.optim.Optimizer wraps some methods in a decorator that imports torch._dynamo at first use:
 seconds of processor time for the first optimizer of a process, compiled or not. Its only effect is that torch.compile skips
@@ -14,19 +17,28 @@ the method, so as long as nothing has loaded dynamo there is nothing to tell, an
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
 
 from deepspeed.errors import ArgumentError, UsageError
+from deepspeed.ops import host_step
+from deepspeed.ops.host_step import KERNEL_DTYPES, Part, Rule, Update
 
 ParamsT = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 Group = dict[str, Any]
 State = dict[str, Tensor]
+HostWork = list[tuple[Group, list[Part]]]
+"""Parts by group, as `_run_on_host` takes them."""
+
+Copies = list[tuple[Tensor, Tensor]]
+"""Tensors that are not contiguous, with the dense copies that are stepped instead."""
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -116,9 +128,136 @@ class GroupOptimizer(Optimizer):
             if "step" in given:
                 self.state[p]["step"] = torch.as_tensor(given["step"]).to(device=p.device, dtype=torch.float32, copy=True)
 
+    # -- in host memory -----------------------------------------------------------------------------------------------
+
+    def can_step_in_one_pass(self, device: torch.device, *dtypes: torch.dtype) -> bool:
+        """Whether `step_in_one_pass` takes masters on `device`, where masters, gradients and values have `dtypes`.
+
+        Not where somebody watches `step()` (a hook, a subclass with a step of its own): one pass does not call it.
+        """
+        return (
+            device.type == "cpu"
+            and self.host_rule(self.defaults) is not None
+            and KERNEL_DTYPES.issuperset(dtypes)
+            and not self._is_step_watched()
+        )
+
+    @torch.no_grad()
+    def step_in_one_pass(self, updates: Sequence[Update], factor: float) -> None:
+        """Update masters with gradients times `factor`, in one trip to memory: the engine's way, where it can.
+
+        Nobody's `.grad` is looked at. State is that of `update.param`, made at its first update in that parameter's shape.
+        Collective over the ranks that hold other parts where `needs_parameter_sums`.
+
+        Args:
+            updates: at most one for each parameter that `param_groups` holds; for dtypes that `can_step_in_one_pass` takes.
+            factor: what unscales, averages and clips.
+        """
+        places = self._group_of()
+        parts: list[list[Part]] = [[] for _ in self.param_groups]
+        keys: list[list[Tensor]] = [[] for _ in self.param_groups]
+        for update in updates:
+            place = places[id(update.param)]
+            parts[place].append(self._part(update))
+            keys[place].append(update.param)
+        work = [(group, own) for group, own in zip(self.param_groups, parts, strict=True) if own]
+        self._run_on_host(work, [key for own in keys for key in own], factor)
+
+    def host_rule(self, group: Group) -> Rule | None:
+        """What the kernels of `ops.host_step` compute for `group`; None where this optimizer has no such kernel."""
+        return None
+
+    def _run_on_host(self, work: HostWork, keys: Sequence[Tensor], factor: float) -> None:
+        """Step all parts of `work`, whose parameters (as `param_groups` holds them) are `keys`, in order."""
+        host_step.step([(rule, parts, factor) for group, parts in work if (rule := self.host_rule(group)) is not None])
+
+    def _part(self, update: Update) -> Part:
+        param, master, grad, values, clears_grad = update
+        state = self.state[param]
+        if len(state) <= len(self.state_keys):  # there is `step` besides
+            self._make_state(param, state)
+        return Part(master, grad, self._states(state), state["step"], values, clears_grad)
+
+    def _states(self, state: State) -> tuple[Tensor, ...]:
+        states = tuple([state[key] for key in self.state_keys])
+        for key, each in zip(self.state_keys, states, strict=True):
+            if not each.is_contiguous():
+                raise UsageError(f"state {key!r} has strides {each.stride()}; state must be contiguous. Copy it before use.")
+        return states
+
+    def _group_of(self) -> dict[int, int]:
+        """id(parameter) -> number of its group; looked up anew when a group has another list, or one of another length."""
+        lists = [group["params"] for group in self.param_groups]
+        signature = [(id(each), len(each)) for each in lists]
+        known: tuple[list[tuple[int, int]], list[Any], dict[int, int]] | None = self.__dict__.get("_known_groups")
+        if known is None or known[0] != signature:
+            places = {id(p): number for number, each in enumerate(lists) for p in each}
+            known = self.__dict__["_known_groups"] = (signature, lists, places)  # holds the lists: an id stays theirs
+        return known[2]
+
+    def _is_step_watched(self) -> bool:
+        hooks = (
+            self._optimizer_step_pre_hooks,
+            self._optimizer_step_post_hooks,
+            torch_optimizer._global_optimizer_pre_hooks,
+            torch_optimizer._global_optimizer_post_hooks,
+        )
+        return any(hooks) or inspect.unwrap(type(self).step) is not inspect.unwrap(GroupOptimizer.step)
+
+    def _runs_on_host(self, p: Tensor, state: State) -> bool:
+        """Whether the kernels of `ops.host_step` take `p`, an optimizer with a rule provided."""
+        return (
+            p.device.type == "cpu"
+            and p.dtype in KERNEL_DTYPES
+            and KERNEL_DTYPES.issuperset([state[key].dtype for key in self.state_keys])
+        )
+
+    def _collect_host(
+        self, group: Group, keys: list[Tensor], copies: list[tuple[Tensor, Tensor]]
+    ) -> tuple[list[Part], bool]:
+        """What of `group` the kernels take, and whether something is left for `_step_group`.
+
+        `keys` gets the parameters, `copies` what is to be copied back after the step.
+        """
+        parts: list[Part] = []
+        is_rest = False
+        for p, grad, state in self._with_gradient(group):
+            if not self._runs_on_host(p, state):
+                is_rest = True
+                continue
+            dense = p
+            if not p.is_contiguous():
+                dense = p.detach().contiguous()
+                copies.append((p, dense))
+            dense_grad = _dense(grad, grad.dtype if grad.dtype in KERNEL_DTYPES else torch.float32)
+            parts.append(Part(dense, dense_grad, self._states(state), state["step"]))
+            keys.append(p)
+        return parts, is_rest
+
+    # -- elsewhere ----------------------------------------------------------------------------------------------------
+
     def _step_groups(self) -> None:
-        for group in self.param_groups:
+        rest = self.param_groups if self.host_rule(self.defaults) is None else self._step_on_host()
+        for group in rest:
             self._step_group(group)
+
+    def _step_on_host(self) -> list[Group]:
+        """Step what the kernels take, all groups in one call; the groups in which something is left."""
+        keys: list[Tensor] = []
+        copies: Copies = []
+        work: HostWork = []
+        rest = []
+        for group in self.param_groups:
+            parts, is_rest = self._collect_host(group, keys, copies)
+            if parts:
+                work.append((group, parts))
+            if is_rest:
+                rest.append(group)
+        if work:
+            self._run_on_host(work, keys, 1.0)
+        for p, dense in copies:
+            p.copy_(dense)
+        return rest
 
     def _step_group(self, group: Group) -> None:
         raise NotImplementedError
@@ -132,10 +271,16 @@ class GroupOptimizer(Optimizer):
             state = self.state[p]
             if not state:
                 self._check_placement(p, grad)
-                state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
-                for key in self.state_keys:
-                    state[key] = torch.zeros(p.shape, dtype=self._state_dtype(p), device=p.device)
+                self._make_state(p, state)
             yield p, grad, state
+
+    def _make_state(self, p: Tensor, state: State) -> None:
+        """Add what `state` lacks: zeros in the shape of `p`, and no step taken."""
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+        for key in self.state_keys:
+            if key not in state:
+                state[key] = torch.zeros(p.shape, dtype=self._state_dtype(p), device=p.device)
 
     def _check_placement(self, p: Tensor, grad: Tensor) -> None:
         """Refuse, at a parameter's first step, what no later step could serve."""
@@ -157,9 +302,12 @@ class GroupOptimizer(Optimizer):
         return self.state_dtype or (torch.float32 if self.fp32_states else p.dtype)
 
     def _batches(self, group: Group) -> list[Batch]:
-        """The parameters of `group` that have a gradient: one `Batch` per device and dtype, in order of first appearance."""
+        """What `group` has for torch's kernels: one `Batch` per device and dtype, in order of first appearance."""
         found: dict[tuple[torch.device, torch.dtype], Batch] = {}
+        has_rule = self.host_rule(group) is not None
         for p, grad, state in self._with_gradient(group):
+            if has_rule and self._runs_on_host(p, state):
+                continue
             dtype = state[self.state_keys[0]].dtype
             batch = found.get((p.device, dtype))
             if batch is None:

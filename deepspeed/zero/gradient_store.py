@@ -24,6 +24,9 @@ class GradientStore(Protocol):
     keeps_param_grads: bool
     """Whether `param.grad` shows the gradient between backward passes."""
 
+    spends_with_zeros: bool
+    """Whether `spend` is to write zeros over the range, and nothing else: an update may do it as it reads the gradient."""
+
     @property
     def dtype(self) -> torch.dtype:
         """Of what `shard` gives."""

@@ -76,6 +76,7 @@ class ViewGradients:
 
     reduces_every_backward = False
     keeps_param_grads = True
+    spends_with_zeros = True
 
     def __init__(self, flat: FlatGroup, reducer: FlatAllReducer) -> None:
         self._flat = flat
@@ -183,6 +184,7 @@ class WholeGradients:
 
     reduces_every_backward = False
     keeps_param_grads = False
+    spends_with_zeros = False
 
     def __init__(self, flat: FlatGroup, reducer: FlatReduceScatterer | FlatAllReducer, *, is_scattered: bool) -> None:
         self._flat = flat
@@ -292,6 +294,7 @@ class ShardedGradients:
 
     reduces_every_backward = True
     keeps_param_grads = False
+    spends_with_zeros = False
 
     def __init__(self, flat: FlatGroup, scatterer: FlatReduceScatterer, dtype: torch.dtype) -> None:
         self._flat = flat

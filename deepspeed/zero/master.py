@@ -1,13 +1,16 @@
 """The update: unscale, clip, step, write back and clear, in one walk over the flat buffers.
 
-    for each sub-group       gradients ---- x factor, to the state's precision ----> scratch
+    one pass                 gradients, master, state --- optimizer.step_in_one_pass(factor) ---> master, state, values
+    any other optimizer, for each sub-group
+                             gradients ---- x factor, to the state's precision ----> scratch
                              scratch, master, state ---- optimizer.step() ---> master, state
                              master ---- rounded ----> values of the model
     then                     values <---- the shards of the other ranks, where parameters are whole
 
-A sub-group is small enough to stay in the last-level cache, so the four lines cost one trip to memory although each is a
-torch call. Where the gradient needs no conversion (full precision, factor 1) the sub-group is everything: one call of the
-optimizer's fused kernel on views, without scratch.
+Our optimizers in host memory take one pass: one native call does for all slices what the three lines after it do, each
+element read and written once. For others a sub-group is small enough to stay in the last-level cache, so that the lines cost
+one trip to memory although each is a torch call. Where the gradient needs no conversion (full precision, factor 1) the
+sub-group is everything: one call of the optimizer's fused kernel on views, without scratch.
 
 The torch optimizer never sees the model's parameters: its groups hold *slices* of this rank's master, ranges of its shard
 space. An optimizer whose update is not element-wise (`optim.is_elementwise`) gets one slice per parameter, in its shape,
@@ -15,8 +18,8 @@ all of them in one call, and gives the same numbers as on the parameters themsel
 whole parameters (`needs_parameter_sums`) gets this rank's part of each and adds up over the ranks itself.
 
 [Note: wide] Masters of 16 bits with state in fp32 (`state_dtype`): a slice is then an fp32 copy of its range that exists
-while it is stepped, in scratch, and is rounded once into the master. Between updates its parameter shows zeros and has no
-memory.
+while it is stepped, in scratch, and is rounded once into the master; one pass reads and rounds the master itself. Between
+updates its parameter shows zeros and has no memory.
 
 What does not live here: the mean over ranks (`zero.reducer`), the value of the factor (`zero.optimizer`), how slices are
 grouped and where their scratch is (`zero.walk`).
@@ -26,7 +29,7 @@ Source: ZeRO-Infinity (arXiv:2104.07857), section 5.2.2 for the walk over sub-gr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -35,13 +38,17 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from deepspeed.ops.adam.base import FusedKernelAdam
+from deepspeed.ops.host_step import Update
 from deepspeed.ops.optimizer import GroupOptimizer
 from deepspeed.ops.sums import OwnSums
 from deepspeed.zero.flat import FlatGroup
 from deepspeed.zero.parameter_sums import ShardedSums
 from deepspeed.zero.walk import Batch, Scratch, Slice, batched
 
-__all__ = ["SUB_GROUP_NUMEL", "MasterWeights", "Slice"]
+__all__ = ["BESIDE", "SUB_GROUP_NUMEL", "MasterWeights", "Slice"]
+
+BESIDE = "zenflow_"
+"""How the names of a schedule's own state begin (`MasterWeights.kept_beside`)."""
 
 SUB_GROUP_NUMEL = {"cpu": 1 << 19}
 """Elements of one sub-group by device type: on CPU what a core's share of the cache holds (`benchmarks/step_walk.py`)."""
@@ -127,6 +134,31 @@ class MasterWeights:
         if getattr(self.optimizer, "needs_parameter_sums", False):
             self.optimizer.sums = OwnSums()  # type: ignore[attr-defined]
 
+    # -- what a schedule adds (`zero.zenflow`) ------------------------------------------------------------------------
+
+    def state_of(self, s: Slice) -> dict[str, Any]:
+        """The optimizer's state of one slice, for whoever reads or edits it between updates; empty before the first."""
+        state: dict[str, Any] = self.optimizer.state.get(s.param, {})
+        return state
+
+    def kept_beside(self, s: Slice) -> dict[str, Any]:
+        """What a checkpoint keeps of one slice beside the optimizer's state, under names that begin with `BESIDE`."""
+        return {}
+
+    def adopt_beside(self, beside: Mapping[Slice, Mapping[str, Any]]) -> None:
+        """Take what `kept_beside` gave when the checkpoint that was just loaded was saved. All ranks call it."""
+
+    def adopt_edits(self) -> None:
+        """Take over what the caller did to whole parameters since the last update: `FlatGroup.adopt_edits`."""
+        for flat in self.flats:
+            flat.adopt_edits()
+
+    def drain(self) -> None:
+        """Bring what still goes on behind training into the model. Collective over the shard axis."""
+
+    def close(self) -> None:
+        """End what goes on behind training; state is then the optimizer's own."""
+
     # -- the update ---------------------------------------------------------------------------------------------------
 
     @property
@@ -147,6 +179,9 @@ class MasterWeights:
             found_inf: 0-d, 1 leaves weights and state as they are, 0 does not; only with `can_skip_on_device`.
         """
         assert found_inf is None or self.can_skip_on_device  # zero.optimizer asks first
+        if (ours := self._takes_one_pass()) is not None:
+            self._step_in_one_pass(ours, float(factor), is_skipped=found_inf is not None and bool(found_inf))
+            return
         is_one = not isinstance(factor, Tensor) and factor == 1.0
         batches = self._sub_groups if self._needs_scratch(is_one) else self._calls
         with self._skipping(found_inf), self.rewriting():
@@ -158,6 +193,23 @@ class MasterWeights:
                 self._unload(batch)
             if len(batches) > 1:
                 self._show(batches)
+
+    def _takes_one_pass(self) -> GroupOptimizer | None:
+        """The optimizer, where it updates masters, states and values in one trip to memory."""
+        if not isinstance(self.optimizer, GroupOptimizer) or not self.slices:
+            return None
+        dtypes = {dtype for f in self.flats for dtype in (f.kind.master_dtype, f.kind.param_dtype, f.gradients.dtype)}
+        device = self.slices[0].master.device
+        return self.optimizer if self.optimizer.can_step_in_one_pass(device, *dtypes) else None
+
+    def _step_in_one_pass(self, optimizer: GroupOptimizer, factor: float, *, is_skipped: bool) -> None:
+        with self.rewriting():
+            for batch in self._calls:
+                if not is_skipped:
+                    optimizer.step_in_one_pass([_update(s) for s in batch.slices], factor)
+                for s in batch.slices:
+                    if is_skipped or not s.flat.gradients.spends_with_zeros:
+                        s.flat.gradients.spend(s.start, s.stop)
 
     @contextmanager
     def rewriting(self) -> Iterator[None]:
@@ -216,6 +268,12 @@ class MasterWeights:
             torch._foreach_copy_(targets, sources)
         for s in batch.slices:
             s.flat.gradients.spend(s.start, s.stop)
+
+
+def _update(s: Slice) -> Update:
+    grad = s.flat.gradients.shard(s.start, s.stop)
+    values = None if s.values is s.master else s.values
+    return Update(s.param, s.master, grad, values, clears_grad=s.flat.gradients.spends_with_zeros)
 
 
 def _scale(targets: list[Tensor], sources: list[Tensor], factor: float | Tensor | None) -> None:

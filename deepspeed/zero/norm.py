@@ -1,7 +1,9 @@
 """The true global gradient norm of flat buffers, in one pass that also tells whether every value is finite.
 
-Squares are summed row by row of about a thousand elements in at least fp32, and the rows in fp64, so the norm of a billion
-elements is as exact as that of a thousand. Padding is zero and does not count.
+    host memory      `ops.host_step.sum_of_squares`: in fp64, in an order that nothing but the lengths decides
+    devices          row by row of about a thousand elements in at least fp32, and the rows in fp64
+
+So the norm of a billion elements is as exact as that of a thousand. Padding is zero and does not count.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ import torch
 from torch import Tensor
 
 from deepspeed import comm
+from deepspeed.ops import host_step
+from deepspeed.ops.host_step.squares import SQUARES_DTYPES
 from deepspeed.topology.mesh import AxisGroup
 
 _ROW_NUMEL = 1024  # short enough that an fp32 sum keeps six to seven digits
@@ -21,8 +25,11 @@ _BLOCK_NUMEL = _ROW_NUMEL << 8  # of 16-bit values: converted in the cache, not 
 def sum_of_squares(flats: Sequence[Tensor]) -> Tensor:
     """Sum of squares of all elements: a 0-d fp64 tensor (fp32 where the device has no fp64) on the flats' device.
 
-    Infinity or NaN among the values, or squares beyond the range of fp32, give a non-finite result.
+    Infinity or NaN among the values gives a non-finite result; so may, on devices, squares beyond the range of fp32.
     """
+    flats = [torch.view_as_real(flat).view(-1) if flat.is_complex() else flat for flat in flats]
+    if all(flat.device.type == "cpu" for flat in flats):
+        return host_step.sum_of_squares([_readable(flat) for flat in flats])
     norms = [_row_norms(rows) for flat in flats for rows in _rows(flat)]
     if not norms:
         return torch.zeros((), dtype=torch.float64)
@@ -53,19 +60,14 @@ def _row_norms(rows: Tensor) -> Tensor:
     return norms
 
 
-def _rows(flat: Tensor) -> Iterator[Tensor]:
-    """`flat` in pieces of shape (rows, elements); a complex number counts as its two parts.
+def _readable(flat: Tensor) -> Tensor:
+    return flat if flat.dtype in SQUARES_DTYPES and flat.is_contiguous() else flat.contiguous().double()
 
-    On the CPU a piece is at least fp32, and good until the next one is asked for: those of 16-bit values share one scratch.
-    Other devices convert while they read.
-    """
-    flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
-    is_16_bit = flat.dtype not in (torch.float32, torch.float64) and flat.device.type == "cpu"
-    scratch = torch.empty(_BLOCK_NUMEL if is_16_bit else 0, dtype=torch.float32, device=flat.device)
-    for block in torch.split(flat, _BLOCK_NUMEL) if is_16_bit else (flat,):
-        values = scratch[: block.numel()].copy_(block) if is_16_bit else block
-        even = values.numel() // _ROW_NUMEL * _ROW_NUMEL
-        if even:
-            yield values[:even].view(-1, _ROW_NUMEL)
-        if even < values.numel():
-            yield values[even:].view(1, -1)
+
+def _rows(flat: Tensor) -> Iterator[Tensor]:
+    """`flat` in pieces of shape (rows, elements). Devices convert 16 bits while they read."""
+    even = flat.numel() // _ROW_NUMEL * _ROW_NUMEL
+    if even:
+        yield flat[:even].view(-1, _ROW_NUMEL)
+    if even < flat.numel():
+        yield flat[even:].view(1, -1)

@@ -111,8 +111,7 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
             NonFiniteError: values stay non-finite although the loss scale is at its floor; on all ranks together.
         """
         self.reducer.ensure_reduced()
-        for flat in self.master.flats:
-            flat.adopt_edits()
+        self.master.adopt_edits()
         outcome = self.outcome = self._judge()
         if self._host_decides(outcome):
             if outcome.has_overflow:
@@ -277,6 +276,7 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
     def release(self) -> None:
         """Let go of the model and give the wrapped optimizer back, parameters, state and methods: `engine.destroy()`."""
         self.reducer.remove()
+        self.master.close()
         hand_back(self.master)
         for name, before in self._client_attributes.items():
             vars(self.optimizer).pop(name, None)

@@ -1,4 +1,4 @@
-"""DeepSpeedCPUAdagrad, on torch's fused CPU kernel.
+"""DeepSpeedCPUAdagrad, on the kernels of `ops.host_step`; fp64 on torch's fused CPU kernel.
 
 Source: Duchi, Hazan and Singer (JMLR 12, 2011), the diagonal form of figure 1.
 
@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 
 from deepspeed.errors import UsageError
+from deepspeed.ops.host_step import Adagrad
 from deepspeed.ops.optimizer import Group, GroupOptimizer, ParamsT
 
 
@@ -48,6 +49,10 @@ class DeepSpeedCPUAdagrad(GroupOptimizer):
         super().__init__(
             model_params, {"lr": lr, "eps": eps, "weight_decay": weight_decay}, fp32_states=fp32_optimizer_states
         )
+
+    def host_rule(self, group: Group) -> Adagrad:
+        """See `GroupOptimizer`."""
+        return Adagrad(float(group["lr"]), group["weight_decay"], group["eps"])
 
     def _step_group(self, group: Group) -> None:
         for batch in self._batches(group):

@@ -1,19 +1,22 @@
-"""The step that both Adam classes share, on torch's fused kernels.
+"""The step that both Adam classes share.
 
-    parameters of a group -> one batch per device and dtype -> one kernel call each
+    host memory, up to fp32    -> `ops.host_step`: all parameters in one call
+    elsewhere, or fp64         -> one batch per group, device and dtype -> one call each of torch's fused kernel
 
 Sources: Adam (arXiv:1412.6980) algorithm 1; AdamW (arXiv:1711.05101) algorithm 2.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from deepspeed.errors import UsageError
-from deepspeed.ops.optimizer import Batch, Group, GroupOptimizer, ParamsT
+from deepspeed.ops.host_step import Adam, Part
+from deepspeed.ops.optimizer import Batch, Group, GroupOptimizer, HostWork, ParamsT
 
 
 class FusedKernelAdam(GroupOptimizer):
@@ -56,6 +59,29 @@ class FusedKernelAdam(GroupOptimizer):
             "weight_decay": weight_decay,
         }
         super().__init__(params, defaults, set_grad_none=set_grad_none, fp32_states=fp32_states)
+
+    def host_rule(self, group: Group) -> Adam:
+        """See `GroupOptimizer`."""
+        beta1, beta2 = group["betas"]
+        return Adam(
+            float(group["lr"]),
+            group["weight_decay"],
+            beta1,
+            beta2,
+            group["eps"],
+            is_decoupled=self.adam_w_mode,
+            is_corrected=bool(group["bias_correction"]),
+        )
+
+    def _run_on_host(self, work: HostWork, keys: Sequence[Tensor], factor: float) -> None:
+        host = torch.device("cpu")
+        found_inf, grad_scale = self._attached("found_inf", host), self._attached("grad_scale", host)
+        if found_inf is not None and found_inf.item() != 0:
+            return
+        if grad_scale is not None:
+            parts: list[Part] = [part for _, own in work for part in own]
+            torch._foreach_div_([part.grad for part in parts], grad_scale.squeeze())
+        super()._run_on_host(work, keys, factor)
 
     def _step_group(self, group: Group) -> None:
         for batch in self._batches(group):

@@ -6,7 +6,9 @@
 
 The norms are those of a whole parameter, so this optimizer is not element-wise. It may step parts of parameters when
 `sums` adds up their squares (`ops.sums`): all groups together, once per step, between the update and its scaling.
-Everything stays on the device; a step waits for nothing.
+
+    host memory, up to fp32    -> two passes of `ops.host_step`, without memory for the update where state is fp32
+    elsewhere, or fp64         -> torch's calls on lists; everything stays on the device, a step waits for nothing
 
 Source: arXiv:1904.00962, algorithm 2, with phi(z) = z. The clip of the ratio is not in the paper.
 
@@ -16,13 +18,16 @@ Not here: masters and loss scale (the engine's business). Built by `optim.build`
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from deepspeed.errors import ArgumentError, UsageError
-from deepspeed.ops.optimizer import Batch, Group, GroupOptimizer, ParamsT
+from deepspeed.ops import host_step
+from deepspeed.ops.host_step import Lamb
+from deepspeed.ops.optimizer import Batch, Copies, Group, GroupOptimizer, HostWork, ParamsT
 from deepspeed.ops.sums import OwnSums, ParameterSums
 
 
@@ -93,37 +98,89 @@ class FusedLamb(GroupOptimizer):
         """
         return [ratio for ratios in self._coeffs for ratio in ratios.tolist()]
 
+    def host_rule(self, group: Group) -> Lamb:
+        """See `GroupOptimizer`."""
+        beta1, beta2 = group["betas"]
+        return Lamb(
+            float(group["lr"]),
+            group["weight_decay"],
+            beta1,
+            beta2,
+            group["eps"],
+            is_eps_inside=bool(group["eps_inside_sqrt"]),
+            is_corrected=bool(group["bias_correction"]),
+        )
+
     def _step_groups(self) -> None:
-        found = [(group, batch) for group in self.param_groups for batch in self._batches(group)]
-        self._clip(found)
+        keys: list[Tensor] = []
+        copies: Copies = []
+        work: HostWork = []
+        found: list[tuple[Group, Batch]] = []
+        for group in self.param_groups:
+            parts, is_rest = self._collect_host(group, keys, copies)
+            if parts:
+                work.append((group, parts))
+            if is_rest:
+                found += [(group, batch) for batch in self._batches(group)]
+        self._step_all(work, keys, found, 1.0)
+        for p, dense in copies:
+            p.copy_(dense)
+
+    def _run_on_host(self, work: HostWork, keys: Sequence[Tensor], factor: float) -> None:
+        self._step_all(work, keys, [], factor)
+
+    def _step_all(self, work: HostWork, keys: Sequence[Tensor], found: list[tuple[Group, Batch]], factor: float) -> None:
+        """Step what lies in host memory (`work`, the parts of `keys`) and what torch's kernels step (`found`) together."""
+        factors = self._clip(work, found, factor)
+        host = [(self.host_rule(group), parts, own) for (group, parts), own in zip(work, factors, strict=True)]
+        host_squares_P2, kept = host_step.lamb_update(host)
         updates = [self._update(group, batch) for group, batch in found]
         squares = [_squares(batch.params, update) for (_, batch), update in zip(found, updates, strict=True)]
-        given = [p for _, batch in found for p in batch.given]
+        given = [*keys, *(p for _, batch in found for p in batch.given)]
         device = given[0].device if given else torch.device("cpu")
-        partial_P2 = torch.cat([each.to(device) for each in squares]) if squares else torch.zeros(0, 2, dtype=torch.float64)
-        sums = torch.split(self.sums.per_parameter(given, partial_P2), [len(batch.given) for _, batch in found])
-        self._coeffs = [
+        partial_P2 = torch.cat([each.to(device, _wide(device)) for each in (host_squares_P2, *squares)])
+        numels = [*(len(parts) for _, parts in work), *(len(batch.given) for _, batch in found)]
+        sums = torch.split(self.sums.per_parameter(given, partial_P2), numels) if numels else ()
+        if not numels:
+            self.sums.per_parameter(given, partial_P2)  # the other ranks wait for this one
+        ratios = [_ratios(group, own_P2.cpu()) for (group, _), own_P2 in zip(work, sums, strict=False)]
+        host_step.lamb_apply(host, kept, [ratio for each in ratios for ratio in each.tolist()])
+        self._coeffs = ratios + [
             self._apply(group, batch, update, own_P2.to(batch.device))
-            for (group, batch), update, own_P2 in zip(found, updates, sums if found else (), strict=True)
+            for (group, batch), update, own_P2 in zip(found, updates, sums[len(work) :], strict=True)
         ]
 
-    def _clip(self, found: list[tuple[Group, Batch]]) -> None:
-        """Scale each group's gradients down to its `max_grad_norm`. One more meeting of ranks, where there is one."""
+    def _clip(self, work: HostWork, found: list[tuple[Group, Batch]], factor: float) -> list[float]:
+        """Scale each group's gradients down to its `max_grad_norm`: those of `found` in place, those of `work` by factors.
+
+        One more meeting of ranks, where any group has a largest norm.
+
+        Returns:
+            For each entry of `work` the factor that its gradients need, `factor` included.
+        """
         most = [group["max_grad_norm"] for group in self.param_groups]
         if not any(norm > 0 for norm in most):
-            return
+            return [factor] * len(work)
         device = found[0][1].device if found else torch.device("cpu")
         squares_G = torch.zeros(len(most), dtype=_wide(device), device=device)
         places = {id(group): place for place, group in enumerate(self.param_groups)}
         for group, batch in found:
             norms = torch.stack(torch._foreach_norm(batch.grads)).to(squares_G)
             squares_G[places[id(group)]].add_(norms.square().sum())
+        for group, parts in work:
+            squares = host_step.sum_of_squares([part.grad for part in parts]) * factor**2
+            squares_G[places[id(group)]].add_(squares.to(squares_G))
         norms_G = self.sums.of_all(squares_G).sqrt()
+        scales = {
+            id(group): torch.clamp(group["max_grad_norm"] / (norm + 1e-6), max=1.0)
+            for group, norm in zip(self.param_groups, norms_G, strict=True)
+            if group["max_grad_norm"] > 0
+        }
         for group, batch in found:
-            if group["max_grad_norm"] > 0:
-                norm = norms_G[places[id(group)]].to(batch.device)
-                scale = torch.clamp(group["max_grad_norm"] / (norm + 1e-6), max=1.0)
-                batch.grads = list(torch._foreach_mul(batch.grads, scale.to(batch.grads[0].dtype)))
+            if id(group) in scales:
+                scale = scales[id(group)].to(batch.device, batch.grads[0].dtype)
+                batch.grads = list(torch._foreach_mul(batch.grads, scale))
+        return [factor * float(scales.get(id(group), 1.0)) for group, _ in work]
 
     @staticmethod
     def _update(group: Group, batch: Batch) -> list[Tensor]:
@@ -153,14 +210,19 @@ class FusedLamb(GroupOptimizer):
     @staticmethod
     def _apply(group: Group, batch: Batch, update: list[Tensor], sums_P2: Tensor) -> Tensor:
         """Step one batch and return its trust ratios, shape (parameters,); `sums_P2` are the squares of whole parameters."""
-        weight_norms, update_norms = sums_P2.sqrt().unbind(1)
-        usable = (weight_norms > 0) & (update_norms > 0)
-        ratios = (weight_norms / update_norms).clamp(group["min_coeff"], group["max_coeff"])
-        ratios = torch.where(usable, ratios, 1.0).to(update[0].dtype)
+        ratios = _ratios(group, sums_P2).to(update[0].dtype)
         torch._foreach_mul_(update, list(ratios.unbind()))
         torch._foreach_add_(batch.params, update, alpha=-group["lr"])
         batch.write_back()
         return ratios
+
+
+def _ratios(group: Group, sums_P2: Tensor) -> Tensor:
+    """Trust ratios, shape (parameters,), of the sums of squares of whole parameters and their updates."""
+    weight_norms, update_norms = sums_P2.sqrt().unbind(1)
+    usable = (weight_norms > 0) & (update_norms > 0)
+    ratios = (weight_norms / update_norms).clamp(group["min_coeff"], group["max_coeff"])
+    return torch.where(usable, ratios, 1.0)
 
 
 def _squares(params: list[Tensor], update: list[Tensor]) -> Tensor:

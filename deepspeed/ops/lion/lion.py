@@ -4,6 +4,8 @@
     p        = p - lr * (update + weight_decay * p)
     m        = beta2 * m + (1 - beta2) * g
 
+In host memory `ops.host_step` does this in one pass; elsewhere, and in fp64, torch's calls on lists do.
+
 Source: arXiv:2302.06675, algorithm 2.
 
 Not here: masters and loss scale (the engine's business). Built by `optim.build`, and by clients.
@@ -15,6 +17,7 @@ from typing import ClassVar
 
 import torch
 
+from deepspeed.ops.host_step import Lion
 from deepspeed.ops.optimizer import Group, GroupOptimizer, ParamsT
 
 
@@ -22,6 +25,10 @@ class _Lion(GroupOptimizer):
     """State per parameter: `exp_avg` and `step`."""
 
     state_keys: ClassVar[tuple[str, ...]] = ("exp_avg",)
+
+    def host_rule(self, group: Group) -> Lion:
+        """See `GroupOptimizer`."""
+        return Lion(float(group["lr"]), group["weight_decay"], *group["betas"])
 
     def _step_group(self, group: Group) -> None:
         lr, (beta1, beta2) = group["lr"], group["betas"]

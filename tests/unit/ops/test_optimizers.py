@@ -42,17 +42,23 @@ def assert_equal(ours: list[torch.nn.Parameter], theirs: list[torch.nn.Parameter
         torch.testing.assert_close(mine.detach(), other.detach(), **(tolerance or {"rtol": 0, "atol": 0}))
 
 
+FIVE_FP32_STEPS = {"rtol": 6e-7, "atol": 6e-7 * 0.05}
+"""torch's kernels may contract to fused multiply-adds and correct biases elsewhere. Each of five steps rounds a parameter at
+most twice otherwise, 6e-8 of what it was, which is at most five times a rate of 1e-2 from what it is; the update's own
+roundings are a rate smaller."""
+
+
 @pytest.mark.parametrize("kind", ADAMS)
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_adam_equals_torchs_fused_adam_bit_for_bit(kind: Any, decoupled: bool, dtype: torch.dtype) -> None:
+def test_adam_equals_torchs_fused_adam(kind: Any, decoupled: bool, dtype: torch.dtype) -> None:
     ours, theirs = parameters(dtype), parameters(dtype)
     options: dict[str, Any] = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
     mode = {"adam_w_mode" if kind is FusedAdam else "adamw_mode": decoupled}
     train(kind(ours, **options, **mode), 5)
     reference = torch.optim.AdamW if decoupled else torch.optim.Adam
     train(reference(theirs, fused=True, **options), 5)
-    assert_equal(ours, theirs)
+    assert_equal(ours, theirs, **({} if dtype == torch.float64 else FIVE_FP32_STEPS))
 
 
 def test_adam_agrees_with_torchs_plain_loop() -> None:
@@ -99,7 +105,7 @@ def test_adam_state_moves_to_torchs_adam_and_back() -> None:
     other.load_state_dict({"state": state, "param_groups": other.state_dict()["param_groups"]})
     train(mine, 2, seed=5)
     train(other, 2, seed=5)
-    assert_equal(ours, theirs)
+    assert_equal(ours, theirs, **FIVE_FP32_STEPS)
 
 
 @pytest.mark.parametrize("kind", [*ADAMS, FusedLamb, DeepSpeedCPUAdagrad])
@@ -133,11 +139,12 @@ def test_lion_follows_the_papers_update(kind: Any) -> None:
         torch.testing.assert_close(optimizer.state[p]["exp_avg"], m.detach(), rtol=1e-13, atol=1e-15)
 
 
-def test_adagrad_equals_torchs_bit_for_bit() -> None:
-    ours, theirs = parameters(), parameters()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_adagrad_equals_torchs(dtype: torch.dtype) -> None:
+    ours, theirs = parameters(dtype), parameters(dtype)
     train(DeepSpeedCPUAdagrad(ours, weight_decay=0.1), 5)
     train(torch.optim.Adagrad(theirs, lr=1e-2, weight_decay=0.1, fused=True), 5)
-    assert_equal(ours, theirs)
+    assert_equal(ours, theirs, **({} if dtype == torch.float64 else FIVE_FP32_STEPS))
 
 
 @pytest.mark.parametrize("inside", [True, False])
@@ -394,7 +401,7 @@ def test_torchs_grad_scaler_drives_the_fused_step() -> None:
         scaler.scale(sum((p**2).sum() for p in params)).backward()
         scaler.step(optimizer)
         scaler.update()
-    assert_equal(ours, theirs)
+    assert_equal(ours, theirs, **FIVE_FP32_STEPS)
 
 
 def test_state_with_foreign_strides_is_refused_instead_of_misread() -> None:
@@ -417,3 +424,13 @@ def test_loading_takes_its_own_tensors_as_they_are_and_copies_all_others() -> No
         assert state["exp_avg"] is own[i]
         assert state["exp_avg_sq"] is not saved["state"][i]["exp_avg_sq"]
         assert torch.equal(state["exp_avg_sq"], saved["state"][i]["exp_avg_sq"])
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_backward_through_a_graph_from_before_a_step_is_refused(kind: Any) -> None:
+    """The kernels write past torch, and must tell autograd."""
+    (p, *_) = params = parameters()
+    loss = (p**3).sum()
+    train(kind(params, lr=0.1), 1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

@@ -11,14 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepspeed.comm.algorithms import LocalReduceScatterer
+from deepspeed.comm.algorithms import LocalReducer, LocalReduceScatterer
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+from deepspeed.ops.native import library
+from deepspeed.ops.optimizer import GroupOptimizer
 from deepspeed.optim import is_elementwise
 from deepspeed.zero import master as master_module
-from deepspeed.zero.gradients import ShardedGradients, largest_bucket_numel
+from deepspeed.zero.gradients import ShardedGradients, ViewGradients, largest_bucket_numel
 from deepspeed.zero.master import MasterWeights
 from tests.support.flat_groups import CPU, flat_group
 
@@ -46,6 +48,20 @@ SKIPPING = {name: kind for name, kind in {**OURS, **FUSED}.items() if "Adam" in 
 @pytest.fixture(autouse=True)
 def _small_sub_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(master_module.SUB_GROUP_NUMEL, "cpu", SUB_GROUP_NUMEL)
+
+
+@pytest.fixture
+def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our optimizers go the way they go on an accelerator: torch's kernels, sub-group by sub-group."""
+    monkeypatch.setattr(GroupOptimizer, "can_step_in_one_pass", lambda *_: False)
+    monkeypatch.setattr(GroupOptimizer, "_runs_on_host", lambda *_: False)
+
+
+@pytest.fixture(params=["one pass", "as on a device"])
+def form(request: pytest.FixtureRequest) -> None:
+    """Both ways of the update."""
+    if request.param != "one pass":
+        request.getfixturevalue("as_on_a_device")
 
 
 class Walk:
@@ -145,6 +161,7 @@ def test_all_batches_share_one_scratch() -> None:
 # -- masters of 16 bits -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("form")
 def test_a_16_bit_master_is_stepped_wide_and_shows_nothing_between_updates() -> None:
     walk = Walk(OURS["FusedAdam"], dtype=BF16, master=BF16, state_dtype=FP32)
     walk.step(0.5)
@@ -156,6 +173,7 @@ def test_a_16_bit_master_is_stepped_wide_and_shows_nothing_between_updates() -> 
         assert walk.optimizer.state[s.param]["exp_avg"].dtype == FP32
 
 
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("name", OURS)
 def test_our_optimizers_keep_16_bit_state_when_told_to_and_forget_it_afterwards(name: str) -> None:
     walk = Walk(OURS[name], dtype=BF16, master=BF16, state_dtype=BF16)
@@ -169,6 +187,7 @@ def test_our_optimizers_keep_16_bit_state_when_told_to_and_forget_it_afterwards(
 # -- factor and decision on the device --------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 masters", "bf16 states"])
 @pytest.mark.parametrize("name", [*OURS, *FUSED])
 @pytest.mark.parametrize("factor", [1.0, 0.3])
@@ -188,6 +207,7 @@ def test_a_factor_on_the_device_gives_the_numbers_of_a_python_number(name: str, 
         assert same([p.detach() for p in here.params], [p.detach() for p in there.params])
 
 
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("precision", [{}, {"dtype": BF16}, {"dtype": BF16, "master": BF16, "state_dtype": FP32}])
 @pytest.mark.parametrize("name", SKIPPING)
 def test_found_inf_leaves_weights_and_state_as_they_were(name: str, precision: dict[str, Any]) -> None:
@@ -237,6 +257,7 @@ def _cost(walk: Walk, factor: float | Tensor) -> Counter[str]:
     return dispatched.counts
 
 
+@pytest.mark.usefixtures("as_on_a_device")
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("name", [*OURS, *FUSED])
 def test_a_step_never_waits_for_the_device(name: str, dtype: torch.dtype) -> None:
@@ -246,6 +267,7 @@ def test_a_step_never_waits_for_the_device(name: str, dtype: torch.dtype) -> Non
         assert not [op for op in counts if "_local_scalar_dense" in op or "nonzero" in op or "is_nonzero" in op]
 
 
+@pytest.mark.usefixtures("as_on_a_device")
 @pytest.mark.parametrize(
     ("name", "dtype", "most"),
     [
@@ -266,8 +288,54 @@ def test_a_sub_group_costs_a_handful_of_operators(name: str, dtype: torch.dtype,
     )
 
 
+@pytest.mark.usefixtures("as_on_a_device")
 def test_lamb_costs_the_same_however_many_parameters_there_are_but_for_views() -> None:
     counts = _cost(Walk(OURS["FusedLamb"], dtype=BF16), 0.5)
     views = sum(count for op, count in counts.items() if "slice" in op or "view" in op)
     assert views <= 2 * len(SHAPES)
     assert sum(counts.values()) - views <= 45
+
+
+# -- one pass ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 masters"])
+@pytest.mark.parametrize("name", OURS)
+def test_a_step_hook_sees_gradients_and_changes_no_number(name: str, precision: str) -> None:
+    options: dict[str, Any] = {} if precision == "fp32" else {"dtype": BF16}
+    if precision == "bf16 masters":
+        options |= {"master": BF16, "state_dtype": FP32}
+    plain, watched = Walk(OURS[name], **options), Walk(OURS[name], **options)
+    seen: list[bool] = []
+    watched.optimizer.register_step_post_hook(
+        lambda optimizer, args, kwargs: seen.extend(p.grad is not None for g in optimizer.param_groups for p in g["params"])
+    )
+    for step in range(3):
+        plain.step(0.3, seed=step)
+        watched.step(0.3, seed=step)
+    assert seen
+    assert all(seen)
+    assert same(plain.everything(), watched.everything())
+
+
+@pytest.mark.skipif(library() is None, reason="needs the native library: its twin is made of torch's calls")
+@pytest.mark.parametrize("name", [name for name in OURS if name != "FusedLamb"])
+def test_one_pass_asks_torch_for_views_and_nothing_else(name: str) -> None:
+    counts = _cost(Walk(OURS[name], dtype=BF16), 0.5)
+    assert {op for op in counts if "slice" not in op and "view" not in op and "detach" not in op} == set()
+
+
+@pytest.mark.parametrize("most", [None, 5])
+def test_one_pass_clears_gradients_that_are_views(most: int | None) -> None:
+    params = [nn.Parameter(torch.ones(shape)) for shape in SHAPES]
+    optimizer = FusedAdam(params, lr=0.1)
+    flat = flat_group([(str(i), p) for i, p in enumerate(params)], dtype=FP32, master=FP32)
+    flat.attach_gradients(ViewGradients(flat, LocalReducer(flat.layout.numel, FP32, CPU)))
+    walk = MasterWeights([flat], optimizer, is_elementwise=True, sub_group_numel=most)
+    for p in params:
+        assert p.grad is not None
+        p.grad.fill_(1.0)
+    walk.step(1.0)
+    assert not flat.gradients.shards()[0].any()
+    for p in params:
+        torch.testing.assert_close(p.detach(), torch.full_like(p, 0.9))  # the first step of Adam is one rate
