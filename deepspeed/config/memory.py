@@ -47,24 +47,27 @@ class ActivationCheckpointingConfig(ConfigModel):
 
 
 class AioConfig(ConfigModel):
-    """`aio`: asynchronous file access; read only when something is offloaded to NVMe."""
+    """`aio`: how files of the NVMe tiers are read and written; read only when something rests there.
+
+    `ds_nvme_tune` finds the best values for a disk and prints this block.
+    """
 
     spellings: ClassVar = {"thread_count": "intra_op_parallelism"}
 
     block_size: PositiveWhole = 1_048_576
-    """Bytes per request; > 0."""
+    """Bytes that are asked of the system at a time, rounded up to whole pages of 4096; > 0."""
 
     queue_depth: PositiveWhole = 8
-    """Requests in flight; > 0."""
+    """Blocks in flight for each thread; > 0."""
 
     intra_op_parallelism: PositiveWhole = 1
-    """Threads per file operation; > 0."""
+    """Threads that submit blocks and collect results; they share the blocks of every read and write; > 0."""
 
     single_submit: bool = False
-    """Submit requests one at a time."""
+    """Hand blocks to the system one at a time, not as many as there is room for."""
 
     overlap_events: bool = True
-    """Submit new requests while waiting for old ones."""
+    """Submit the next block as soon as one is done; false waits until all in flight are."""
 
     use_gds: bool = False
     """Move bytes between NVMe and the GPU directly (GPUDirect Storage)."""

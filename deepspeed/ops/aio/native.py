@@ -36,7 +36,7 @@ class _Functions:
 class _NativeTicket:
     """A request of the native library; frees it at the end. The engine drops no ticket before that is done."""
 
-    def __init__(self, functions: _Functions, request: _POINTER) -> None:
+    def __init__(self, functions: _Functions, request: ctypes.c_void_p) -> None:
         self._functions = functions
         self._request = request
         self._owner = os.getpid()

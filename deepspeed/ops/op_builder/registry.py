@@ -37,6 +37,7 @@ class AsyncIOBuilder(OpBuilder):
 
     NAME = "async_io"
     BUILD_VAR = "DS_BUILD_AIO"
+    SERVED_BY = "deepspeed.ops.aio"
     FOLDER = "io"
 
 
@@ -118,6 +119,13 @@ class GDSBuilder(OpBuilder):
 
     NAME = "gds"
     BUILD_VAR = "DS_BUILD_GDS"
+
+    def reason(self) -> str:
+        """Say what takes its place."""
+        return (
+            "not built yet in this version (aio_handle of async_io takes tensors on a GPU too, and moves them through "
+            "page-locked host memory)"
+        )
 
 
 class InferenceBuilder(OpBuilder):
