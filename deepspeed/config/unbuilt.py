@@ -34,10 +34,6 @@ def _above(limit: float) -> Callable[[Any], bool]:
     return lambda value: value is not None and value > limit
 
 
-def _is_offload(value: Any) -> bool:
-    return value not in (None, "none")
-
-
 def _differs_from_default(block: Any) -> bool:
     return bool(block != type(block)())
 
@@ -67,17 +63,14 @@ _OPTIMIZERS = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "
 _STAGE = "zero_optimization.stage"
 
 UNBUILT: tuple[Unbuilt, ...] = (
-    Unbuilt(
-        "zero_optimization.offload_param.device", 'Use "none".', _is_offload, _STAGE, "none works; cpu, nvme not built yet"
-    ),
-    Unbuilt(
-        "zero_optimization.offload_optimizer.device",
-        'Use "none".',
-        _is_offload,
-        _STAGE,
-        "none works; cpu, nvme not built yet",
-    ),
     Unbuilt("zero_optimization.offload_optimizer.super_offload", _OFF, only_with=_STAGE),
+    Unbuilt(
+        "zero_optimization.offload_optimizer.ratio",
+        "Use 1.0, or leave it out.",
+        lambda ratio: ratio is not None and ratio < 1,
+        _STAGE,
+        "1 works; less is not built yet",
+    ),
     Unbuilt("zero_optimization.zenflow", _OFF, _is_there, _STAGE),
     Unbuilt("zero_optimization.zero_hpz_partition_size", _OFF, _above(1), _STAGE),
     Unbuilt("zero_optimization.zero_quantized_weights", _OFF, only_with=_STAGE),
@@ -92,6 +85,7 @@ UNBUILT: tuple[Unbuilt, ...] = (
         lambda kind: kind in _OPTIMIZERS,
         status=f"works, but {', '.join(_OPTIMIZERS)} are not built yet",
     ),
+    Unbuilt("aio.use_gds", "Leave it out: tensors on a GPU are moved through page-locked host memory."),
     Unbuilt("amp.enabled", "Use a bf16, fp16 or torch_autocast block."),
     Unbuilt("graph_harvesting", _OFF),
     Unbuilt("use_data_before_expert_parallelism", _OFF),
@@ -132,10 +126,9 @@ NOTES: dict[str, str] = {
     "zero_optimization.pipeline_loading_checkpoint": _IDLE,
     "zero_optimization.allgather_partitions": _IDLE,
     "zero_optimization.elastic_checkpoint": _IDLE,
+    "zero_optimization.offload_optimizer.fast_init": _ALWAYS,
     "zero_optimization.legacy_stage1": "only false",
-    "aio": "accepted; read by NVMe offload, which is not built yet",
     "seq_parallel_communication_data_type": _LATER,
-    "zero_force_ds_cpu_optimizer": "accepted; read by optimizer offload, which is not built yet",
     "disable_allgather": _IDLE,
     "allgather_size": _IDLE,
     "optimizer.legacy_fusion": _IDLE,

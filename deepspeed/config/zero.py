@@ -61,25 +61,29 @@ class OffloadOptimizerConfig(ConfigModel):
     """`zero_optimization.offload_optimizer`: where optimizer state rests between steps (stages 1-3)."""
 
     device: Literal["none", "cpu", "nvme"] = "none"
-    """Tier that holds the state. The step itself runs on the CPU for both `cpu` and `nvme`."""
+    """Tier that holds masters, optimizer state and gradients (gradients: host memory for `nvme` too). The step itself runs
+    on the CPU for both `cpu` and `nvme`. Where the device is the CPU, `cpu` moves nothing."""
 
     nvme_path: FilePath = None
-    """Directory on the NVMe device; required when `device` is `nvme`."""
+    """Directory on the NVMe device; required when `device` is `nvme`. Each rank makes a folder of its own there, reserves
+    all space at the start, and removes it at the end; what a killed process left is removed by the next start."""
 
     buffer_count: NonNegativeWhole = 4
-    """Buffers in the NVMe pool: at least one per state tensor of the optimizer (Adam needs 4)."""
+    """With `nvme`, buffers of `sub_group_size` elements that may be in memory: at least one per tensor that the optimizer
+    keeps, masters among them (Adam: 3). Sub-groups are made small enough for reading, stepping and writing to share them; at
+    most half of the state is kept in memory."""
 
     pin_memory: bool = False
     """Use page-locked host memory: faster copies, memory the system cannot take back."""
 
     pipeline_read: bool = False
-    """Read the next sub-group from NVMe while this one steps."""
+    """Read the next sub-groups from NVMe while this one steps."""
 
     pipeline_write: bool = False
-    """Write the last sub-group to NVMe while this one steps."""
+    """Write the last sub-group to NVMe while the next one steps, and the last ones while training goes on."""
 
     fast_init: bool = False
-    """Write initial NVMe state straight from the parameters."""
+    """Write initial NVMe state straight from the parameters. It always is, without a copy in memory."""
 
     ratio: Fraction = 1.0
     """Part of the state that is offloaded, 0..1; below 1 at stage 3 only."""

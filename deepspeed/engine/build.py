@@ -43,6 +43,7 @@ from deepspeed.engine.loss_guard import LossGuard
 from deepspeed.engine.partition import Partition, attach_gradient_stores, copy_from_first_rank, plan_partition
 from deepspeed.engine.parts import EngineParts
 from deepspeed.engine.report import StepReport
+from deepspeed.engine.tiers import OptimizerTier, check_offloaded, is_offloaded, optimizer_tier
 from deepspeed.errors import ArgumentError, UnbuiltFeatureError
 from deepspeed.monitor import MonitorMaster
 from deepspeed.optim import build_optimizer, build_scheduler, check_shardable, client_optimizer, client_scheduler
@@ -94,16 +95,19 @@ def build_engine(request: EngineRequest) -> DeepSpeedEngine:
     _refuse_foreign_cast(module, policy)
     basic = _basic_optimizer(request)
     may_cut = basic is not None and _may_cut(basic, request)
+    if basic is not None:
+        check_offloaded(basic, config, is_clients=request.optimizer is not None, may_cut=may_cut)
     _release_earlier_engines(module, config, basic)
     refuse_lost_writes(module.parameters())
     apply_leaf_config(module, config.zero_optimization.leaf_module)
     copy_from_first_rank(module, mesh.data_parallel)
-    partition = plan_partition(module, config, mesh, policy, basic)
-    attach_gradient_stores(partition, config, policy, mesh)
+    tier = optimizer_tier(config, mesh.data_parallel, device, basic)
+    partition = plan_partition(module, config, mesh, policy, basic, tier)
+    attach_gradient_stores(partition, config, policy, mesh, tier)
     coordinator = _coordinator(module, config, partition)
     trained = None
     if basic is not None:
-        trained = _train_parts(request, basic, may_cut, policy, partition, coordinator, scaler, accumulation, guard)
+        trained = _train_parts(request, basic, may_cut, policy, partition, tier, coordinator, scaler, accumulation, guard)
     cast_module(module, policy)
     report = StepReport(
         config,
@@ -209,7 +213,9 @@ def _basic_optimizer(request: EngineRequest) -> Optimizer | None:
         parameters = [param for param in names if param.requires_grad]
     if optimizer is not None:
         return client_optimizer(optimizer, parameters, names=names)
-    return build_optimizer(block, parameters, names=names) if block is not None and parameters else None
+    if block is None or not parameters:
+        return None
+    return build_optimizer(block, parameters, on_host=is_offloaded(request.config), names=names)
 
 
 def _may_cut(basic: Optimizer, request: EngineRequest) -> bool:
@@ -258,6 +264,7 @@ def _train_parts(
     may_cut: bool,
     policy: DtypePolicy,
     partition: Partition,
+    tier: OptimizerTier,
     coordinator: ParameterCoordinator | None,
     scaler: LossScaler,
     accumulation: Accumulation,
@@ -282,6 +289,7 @@ def _train_parts(
         is_elementwise=may_cut,
         sub_group_numel=zero.sub_group_size,
         state_dtype=policy.state,
+        residence=tier.residence(partition.trained, basic, policy),
     )
     carry_state(master, client_state)
     return ZeroOptimizer(

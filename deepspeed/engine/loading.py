@@ -149,8 +149,8 @@ class LoadingMembers:
                 for f in flat.own_fragments():
                     name = flat.members[f.index].name
                     if name in stored:
-                        place = flat.own_master(f.buffer_start, f.buffer_start + f.numel)
-                        source.read(stored[name], f.param_start, out=place)
+                        with flat.editing_master(f.buffer_start, f.buffer_start + f.numel, reads=False) as place:
+                            source.read(stored[name], f.param_start, out=place)
                 if not self._config.zero_optimization.load_from_fp32_weights:
                     flat.round_masters()
             for name, tensor in self._others():

@@ -23,17 +23,16 @@ from torch.optim import Optimizer
 
 from deepspeed import comm
 from deepspeed.comm.algorithms import (
-    FlatGatherer,
     FlatReduceScatterer,
-    LocalGatherer,
     LocalReduceScatterer,
     flat_all_reducer,
-    flat_gatherer,
     flat_reduce_scatterer,
 )
 from deepspeed.comm.reduced_whole import AllReduceScatterer
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.zero import ZeroConfig
+from deepspeed.engine.parameter_tier import PlannedGroup, Resting, RestingPlaces
+from deepspeed.engine.tiers import OptimizerTier
 from deepspeed.errors import ArgumentError
 from deepspeed.precision.policy import DtypePolicy, low_precision_parameters
 from deepspeed.sharding import FlatLayout, effective_bucket_numel
@@ -42,6 +41,8 @@ from deepspeed.zero.flat import FlatGroup, Kind, NamedParameter, owner_of
 from deepspeed.zero.gradient_store import GradientStore
 from deepspeed.zero.gradients import ShardedGradients, ViewGradients, WholeGradients, largest_bucket_numel
 from deepspeed.zero.holder import holder_of
+from deepspeed.zero.host_gradients import HostScatterer, HostShards
+from deepspeed.zero.masters import Masters
 from deepspeed.zero.shard import is_sharded, take_whole, whole_shape
 from deepspeed.zero.units import UnitPlan, plan_units
 
@@ -81,7 +82,12 @@ class Partition:
 
 
 def plan_partition(
-    module: nn.Module, config: DeepSpeedConfig, mesh: ParallelMesh, policy: DtypePolicy, optimizer: Optimizer | None
+    module: nn.Module,
+    config: DeepSpeedConfig,
+    mesh: ParallelMesh,
+    policy: DtypePolicy,
+    optimizer: Optimizer | None,
+    tier: OptimizerTier | None = None,
 ) -> Partition:
     """Move the parameters of `module` into flat groups. Collective over the data-parallel ranks.
 
@@ -91,6 +97,7 @@ def plan_partition(
         mesh: of the ranks.
         policy: dtypes.
         optimizer: its groups say what is trained; None: nothing is.
+        tier: where its masters rest; None: on the device.
 
     Raises:
         ArgumentError: the optimizer holds a parameter that is not the module's.
@@ -99,8 +106,12 @@ def plan_partition(
     alone = AxisGroup((mesh.rank,), mesh.rank)
     shard_axis, replica_axis = (data, alone) if zero.stage >= 1 else (alone, data)
     planner = _Planner(module, config, policy, shard_axis)
-    groups = list(planner.group_members(optimizer))
-    flats = [planner.build(kind, members) for kind, members in groups]
+    groups = [planner.lay_out(kind, members) for kind, members in planner.group_members(optimizer)]
+    device = next((group.members[0].param.device for group in groups), torch.device("cpu"))
+    places = RestingPlaces(config, groups, shard_axis, device)
+    tier = tier or OptimizerTier()
+    masters = [tier.masters(g.kind, g.layout.shard_numel) if g.kind.is_trained else None for g in groups]
+    flats = [planner.build(group, places.of(number), masters[number]) for number, group in enumerate(groups)]
     laid_out = {id(member.param) for flat in flats for member in flat.members}
     for param in module.parameters():
         if id(param) not in laid_out and is_sharded(param):  # by `zero.Init`: too small to stay so, or below stage 3
@@ -139,10 +150,16 @@ class _Planner:
         plans = plan_units(
             module,
             {p: shapes[id(p)].numel() for p in module.parameters() if id(p) in self.sharded},
-            limit_numel=min(self.zero.reduce_bucket_size, max(1, self.zero.max_live_parameters)),
+            limit_numel=min(self.zero.reduce_bucket_size, max(1, self.zero.max_live_parameters), self._most_read()),
             granularity_threshold=self.zero.module_granularity_threshold,
         )
         return tuple(plans)
+
+    def _most_read(self) -> int:
+        """Elements of a unit whose shards fit into the buffers that they are read through."""
+        block = self.zero.offload_param
+        is_read = block is not None and block.device == "nvme" and block.buffer_size > 0
+        return block.buffer_size * self.axis.size if block is not None and is_read else self.zero.reduce_bucket_size
 
     def group_members(self, optimizer: Optimizer | None) -> Iterator[tuple[Kind, list[NamedParameter]]]:
         """One entry per optimizer group, dtypes and treatment; then what is sharded although nothing trains it."""
@@ -180,8 +197,8 @@ class _Planner:
         for kind, members in by_kind.items():
             yield kind, sorted(members, key=lambda m: m.order)
 
-    def build(self, kind: Kind, members: list[NamedParameter]) -> FlatGroup:
-        """Lay `members` out and move them in."""
+    def lay_out(self, kind: Kind, members: list[NamedParameter]) -> PlannedGroup:
+        """Plan where `members` lie."""
         zero = self.zero
         numels = [member.whole_shape.numel() for member in members if member.whole_shape is not None]
         at_most = (
@@ -194,9 +211,22 @@ class _Planner:
             world_size=self.axis.size,
             units=[member.unit for member in members] if kind.is_sharded else None,
         )
-        numel = layout.shard_numel if kind.is_sharded else layout.numel
-        gatherer = _gatherer(numel, kind.param_dtype, members[0].param.device, self.axis)
-        return FlatGroup(members, kind, layout, gatherer, self.axis, whole_value=lambda member: take_whole(member.param))
+        return PlannedGroup(kind, members, layout)
+
+    def build(self, group: PlannedGroup, resting: Resting, masters: Masters | None) -> FlatGroup:
+        """Move the members in."""
+        return FlatGroup(
+            group.members,
+            group.kind,
+            group.layout,
+            resting.gatherer,
+            self.axis,
+            whole_value=lambda member: take_whole(member.param),
+            masters=masters,
+            tier=resting.tier,
+            device=group.members[0].param.device,
+            is_apart=resting.is_apart,
+        )
 
 
 def _sharded(numels: Mapping[int, int], zero: ZeroConfig) -> set[int]:
@@ -218,23 +248,27 @@ def _row_sparse(module: nn.Module, *, every: bool) -> set[int]:
     return {id(table.weight) for table in tables if every or table.sparse}
 
 
-def _gatherer(numel: int, dtype: torch.dtype, device: torch.device, axis: AxisGroup) -> FlatGatherer:
-    return LocalGatherer(numel, dtype, device) if axis.size == 1 else flat_gatherer(numel, dtype, device, axis.group)
-
-
 # -- gradients --------------------------------------------------------------------------------------------------------
 
 
-def attach_gradient_stores(partition: Partition, config: DeepSpeedConfig, policy: DtypePolicy, mesh: ParallelMesh) -> None:
+def attach_gradient_stores(
+    partition: Partition,
+    config: DeepSpeedConfig,
+    policy: DtypePolicy,
+    mesh: ParallelMesh,
+    tier: OptimizerTier | None = None,
+) -> None:
     """Give each trained flat group the store of its stage. Collective over the data-parallel ranks."""
     for flat in partition.trained:
-        flat.attach_gradients(_store(flat, config, policy, mesh.data_parallel))
+        flat.attach_gradients(_store(flat, config, policy, mesh.data_parallel, tier or OptimizerTier()))
 
 
-def _store(flat: FlatGroup, config: DeepSpeedConfig, policy: DtypePolicy, data: AxisGroup) -> GradientStore:
+def _store(
+    flat: FlatGroup, config: DeepSpeedConfig, policy: DtypePolicy, data: AxisGroup, tier: OptimizerTier
+) -> GradientStore:
     zero, kind = config.zero_optimization, flat.kind
     dtype = policy.grad_accumulation_for(kind.param_dtype)
-    device = flat.values.device
+    device = flat.device
     communication = policy.autocast if kind.is_low_precision else policy.communication_for(kind.param_dtype)
 
     options: dict[str, Any] = {
@@ -256,12 +290,17 @@ def _store(flat: FlatGroup, config: DeepSpeedConfig, policy: DtypePolicy, data: 
         together = zero.use_multi_rank_bucket_allreduce
         return AllReduceScatterer(whole, flat.axis.rank, flat.axis.size, together=together)
 
+    host = tier.gradient_memory(flat.layout.shard_numel, dtype)
     if zero.stage == 1:
-        return WholeGradients(flat, scatterer(flat.layout.numel, dtype), is_scattered=True)
+        whole = WholeGradients(flat, scatterer(flat.layout.numel, dtype), is_scattered=True)
+        return whole if host is None else HostShards(flat, whole, host)
     places = min(_BUCKETS_IN_FLIGHT, len(flat.layout.buckets))
     is_wide = communication == dtype == torch.promote_types(dtype, kind.param_dtype)
     in_flight = dtype if is_wide else kind.param_dtype  # a mean is rounded to what its bucket lies in
-    return ShardedGradients(flat, scatterer(places * largest_bucket_numel(flat), in_flight), dtype)
+    to_shards = scatterer(places * largest_bucket_numel(flat), in_flight)
+    if host is None:
+        return ShardedGradients(flat, to_shards, dtype)
+    return HostShards(flat, ShardedGradients(flat, HostScatterer(to_shards, device), dtype, memory=host), None)
 
 
 # -- one start for all ranks ------------------------------------------------------------------------------------------

@@ -177,10 +177,11 @@ def _rank_state(loader: Any) -> dict[str, Any]:
 
 def _flat_pieces(flat: FlatGroup, parts: int, part: int) -> Iterator[Piece]:
     """This rank's share of what the flat group holds in full precision."""
-    name_of = names.master_tensor if flat.has_own_masters else names.module_tensor
+    is_wider = flat.kind.is_trained and flat.kind.master_dtype != flat.kind.param_dtype
+    name_of = names.master_tensor if is_wider else names.module_tensor
     for f in flat.own_fragments(*even_range(flat.layout.shard_numel, parts, part)):
         member = flat.members[f.index]
-        values = flat.own_master(f.buffer_start, f.buffer_start + f.numel)
+        values = flat.deferred_master(f.buffer_start, f.buffer_start + f.numel)
         yield Piece(name_of(member.name), tuple(flat.shapes[f.index]), f.param_start, values)
     if part == flat.axis.rank == 0:
         for member, shape in zip(flat.members, flat.shapes, strict=True):

@@ -25,7 +25,7 @@ PAGE_NBYTES = 4096
 _MOST_NUMEL = 1 << 22  # 48 MiB of Adam's tensors: many times what a disk needs for its full speed
 _LEAST_NUMEL = 1 << 18
 _PARTS = 16  # of a shard: enough that the first read and the last write, which nothing hides, are a small share
-_GRAIN = PAGE_NBYTES  # elements: ranges of every dtype then begin at pages
+_GRAINS = (PAGE_NBYTES, 64, 16)  # elements: ranges of every dtype begin at pages; else at cache lines, or vectors
 
 
 @dataclass(frozen=True)
@@ -80,4 +80,5 @@ def aligned(number: int, unit: int = PAGE_NBYTES) -> int:
 
 def _rounded(numel: int) -> int:
     """`numel` rounded down to whole grains where it has some, and at least 1."""
-    return max(1, numel // _GRAIN * _GRAIN if numel >= _GRAIN else numel)
+    grain = next((grain for grain in _GRAINS if numel >= grain), 1)
+    return max(1, numel // grain * grain)

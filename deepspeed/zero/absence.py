@@ -96,7 +96,7 @@ def state_tensors(master: MasterWeights | None, flats: Iterable[FlatGroup]) -> d
     buffers = [buffer for flat in trained for buffer in flat.gradients.buffers()]
     return {
         _Kind.optim_states: list(_optimizer_tensors(master)) if master is not None else [],
-        _Kind.hp_params: [flat.own_master(0, flat.layout.shard_numel) for flat in trained if flat.has_own_masters],
+        _Kind.hp_params: [buffer for flat in trained if flat.masters is not None for buffer in flat.masters.buffers()],
         _Kind.lp_params: [flat.values for flat in flats],
         _Kind.lp_grads: [shard for flat in trained for shard in flat.gradients.shards()],
         _Kind.contiguous_grad_buffer: buffers,
@@ -110,7 +110,8 @@ def is_on_host(tensor: Tensor) -> bool:
 
 def _optimizer_tensors(master: MasterWeights) -> Iterator[Tensor]:
     for state in master.optimizer.state.values():
-        yield from (value for value in state.values() if isinstance(value, Tensor) and value.numel() > 1)
+        tensors = (value for value in state.values() if isinstance(value, Tensor) and value.numel() > 1)
+        yield from (tensor for tensor in tensors if tensor.device.type != "meta")  # those rest on a tier
 
 
 def _unique_storages(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -16,6 +16,7 @@ Not here: the layout (`zero.flat`), all state at once (`zero.state_io`). `deepsp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from deepspeed.errors import ArgumentError, UsageError
 from deepspeed.sharding import Fragment
 from deepspeed.zero.flat import FlatGroup, place_of
 from deepspeed.zero.optimizer import ZeroOptimizer
-from deepspeed.zero.state_io import state_of
+from deepspeed.zero.state_io import editing_state_of, state_of
 
 Part = tuple[Fragment, Tensor]
 """Where in the flattened parameter (`param_start`), and a 1-D view of the values."""
@@ -36,7 +37,11 @@ Part = tuple[Fragment, Tensor]
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
     """A copy of the value that the optimizer updates; None when no engine trains `param`."""
     found = _trained(param)
-    return None if found is None else _whole(*found, _master(*found))
+    if found is None:
+        return None
+    with _agreeing(found[0]):
+        parts = _master(*found)
+    return _whole(*found, parts)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
@@ -59,7 +64,8 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     found = _trained(param)
     if found is None:
         return None
-    parts = _state(*found, optim_state_key)
+    with _agreeing(found[0]):
+        parts = _state(*found, optim_state_key)
     held = torch.tensor(sum(fragment.numel for fragment, _ in parts), device=found[0].values.device)
     _add_over_ranks(held, found[0])
     numel = found[0].layout.slots[found[1]].numel
@@ -74,13 +80,13 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
         ArgumentError: `value` has another shape.
     """
     flat, position = _place("safe_set_full_optimizer_state", param, value)
-    parts = _state(flat, position, optim_state_key)
-    if not parts and flat.own_parts(position):
-        raise UsageError(
-            f"safe_set_full_optimizer_state({optim_state_key!r}): the optimizer has no such state for a parameter of shape "
-            f"{tuple(value.shape)}. State exists after the first update; check the key."
-        )
-    _write(parts, value.detach().reshape(-1))
+    with _agreeing(flat), _editing_state(flat, position, optim_state_key) as parts:
+        if not parts and flat.own_parts(position):
+            raise UsageError(
+                f"safe_set_full_optimizer_state({optim_state_key!r}): the optimizer has no such state for a parameter of "
+                f"shape {tuple(value.shape)}. State exists after the first update; check the key."
+            )
+        _write(parts, value.detach().reshape(-1))
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
@@ -137,12 +143,15 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
         ArgumentError: `value` has another number of elements than the part.
     """
     flat, position = _place("safe_set_local_fp32_param", param, None)
-    parts = _master(flat, position)
-    _require_numel("safe_set_local_fp32_param", parts, value)
+    fragments = flat.own_parts(position)
+    _require_numel("safe_set_local_fp32_param", fragments, value)
     flat.before_edit()
-    with torch.no_grad(), flat.rewriting():
-        _write_joined(parts, value)
-        for fragment, _ in parts:
+    with torch.no_grad(), _agreeing(flat), flat.rewriting():
+        with ExitStack() as stack:
+            places = [(f, f.buffer_start, f.buffer_start + f.numel) for f in fragments]
+            parts = [(f, stack.enter_context(flat.editing_master(begin, end, reads=False))) for f, begin, end in places]
+            _write_joined(parts, value)
+        for fragment in fragments:
             flat.write_back(fragment.buffer_start, fragment.buffer_start + fragment.numel)
     bucket = flat.layout.bucket_of(position)
     if not flat.is_sharded and flat.axis.size > 1:
@@ -167,9 +176,9 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_sta
         ArgumentError: `value` has another number of elements than the part.
     """
     flat, position = _place("safe_set_local_optimizer_state", param, None)
-    parts = _state(flat, position, optim_state_key)
-    _require_numel("safe_set_local_optimizer_state", parts, value)
-    _write_joined(parts, value)
+    with _editing_state(flat, position, optim_state_key) as parts:
+        _require_numel("safe_set_local_optimizer_state", [fragment for fragment, _ in parts], value)
+        _write_joined(parts, value)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
@@ -192,7 +201,7 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     optimizer = _optimizer_of(flat)
     assert optimizer is not None  # the engine lives, or `param` had no place
     parts = _gradient(flat, position)
-    _require_numel("safe_set_local_grad", parts, value)
+    _require_numel("safe_set_local_grad", [fragment for fragment, _ in parts], value)
     _write_joined(parts, _wide_copy(value.detach()) / optimizer.gradient_factor())
 
 
@@ -227,12 +236,23 @@ def _optimizer_of(flat: FlatGroup) -> ZeroOptimizer | None:
 
 
 def _master(flat: FlatGroup, position: int) -> list[Part]:
-    return [(f, flat.own_master(f.buffer_start, f.buffer_start + f.numel)) for f in flat.own_parts(position)]
+    return [(f, flat.read_master(f.buffer_start, f.buffer_start + f.numel)) for f in flat.own_parts(position)]
 
 
 def _state(flat: FlatGroup, position: int, key: str) -> list[Part]:
     optimizer = _optimizer_of(flat)
     return [] if optimizer is None else state_of(optimizer.master, flat, position, key)
+
+
+def _editing_state(flat: FlatGroup, position: int, key: str) -> AbstractContextManager[list[Part]]:
+    optimizer = _optimizer_of(flat)
+    return nullcontext([]) if optimizer is None else editing_state_of(optimizer.master, flat, position, key)
+
+
+def _agreeing(flat: FlatGroup) -> AbstractContextManager[None]:
+    """What one rank meets with its tier inside, all ranks of the shard axis raise. Collective where there is a tier."""
+    optimizer = _optimizer_of(flat)
+    return nullcontext() if optimizer is None else optimizer.master.residence.agreeing()
 
 
 def _has_gradient(param: nn.Parameter, flat: FlatGroup, position: int, optimizer: ZeroOptimizer) -> bool:
@@ -287,8 +307,8 @@ def _write_joined(parts: list[Part], value: Tensor) -> None:
             values.copy_(part)
 
 
-def _require_numel(function: str, parts: list[Part], value: Tensor) -> None:
-    numel = sum(values.numel() for _, values in parts)
+def _require_numel(function: str, parts: list[Fragment], value: Tensor) -> None:
+    numel = sum(part.numel for part in parts)
     if value.numel() != numel:
         raise ArgumentError(
             f"{function}() was given {value.numel()} elements; this rank's part of the parameter has {numel}. Read it with "

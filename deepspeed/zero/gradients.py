@@ -296,11 +296,13 @@ class ShardedGradients:
     keeps_param_grads = False
     spends_with_zeros = False
 
-    def __init__(self, flat: FlatGroup, scatterer: FlatReduceScatterer, dtype: torch.dtype) -> None:
+    def __init__(
+        self, flat: FlatGroup, scatterer: FlatReduceScatterer, dtype: torch.dtype, *, memory: Tensor | None = None
+    ) -> None:
         self._flat = flat
         self._scatterer = scatterer
         layout = flat.layout
-        self._shard_S = torch.zeros(layout.shard_numel, dtype=dtype, device=flat.values.device)
+        self._shard_S = torch.zeros(layout.shard_numel, dtype=dtype, device=flat.device) if memory is None else memory
         self._places = [_Places(flat, bucket) for bucket in layout.buckets]
         self._place_numel = largest_bucket_numel(flat)
         places = max(1, scatterer.buffer.numel() // max(1, self._place_numel))  # one even where no parameter has elements

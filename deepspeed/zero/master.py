@@ -43,6 +43,7 @@ from deepspeed.ops.optimizer import GroupOptimizer
 from deepspeed.ops.sums import OwnSums
 from deepspeed.zero.flat import FlatGroup
 from deepspeed.zero.parameter_sums import ShardedSums
+from deepspeed.zero.residence import InMemory, Residence
 from deepspeed.zero.walk import Batch, Scratch, Slice, batched
 
 __all__ = ["BESIDE", "SUB_GROUP_NUMEL", "MasterWeights", "Slice"]
@@ -70,6 +71,7 @@ class MasterWeights:
             never more than suits the device.
         state_dtype: what an optimizer of 16-bit masters computes in and keeps its state in; None: as the masters, or as
             the optimizer itself chooses. Wider masters are stepped as they are.
+        residence: where masters and state rest between updates; None: in memory.
     """
 
     def __init__(
@@ -80,26 +82,33 @@ class MasterWeights:
         is_elementwise: bool,
         sub_group_numel: int | None = None,
         state_dtype: torch.dtype | None = None,
+        residence: Residence | None = None,
     ) -> None:
         self.flats = tuple(flats)
         self.optimizer = optimizer
+        self.residence: Residence = residence or InMemory()
         self.is_elementwise = is_elementwise
         self._apply: Callable[[], Any] = optimizer.step
         self._client_params = [list(group["params"]) for group in optimizer.param_groups]
         self._state_dtype = state_dtype
-        device = flats[0].values.device if flats else torch.device("cpu")
+        device = flats[0].master_device if flats else torch.device("cpu")
         fitting = SUB_GROUP_NUMEL.get(device.type, _DEVICE_SUB_GROUP_NUMEL)
         numel = fitting if sub_group_numel is None else min(fitting, sub_group_numel)
+        if self.residence.most_numel is not None:  # it lays its own batches out
+            numel = sub_group_numel = self.residence.most_numel
         self.slices = tuple(s for flat in flats for s in self._cut(flat, numel))
         groups = len(optimizer.param_groups)
         # An optimizer that is not element-wise steps once per update: it may count its calls or look at whole groups.
         self._calls = batched(self.slices, sub_group_numel if is_elementwise else None, groups)
-        self._sub_groups = batched(self.slices, numel if is_elementwise else None, groups)
+        self._sub_groups = self._calls
+        if self.residence.most_numel is None:
+            self._sub_groups = batched(self.slices, numel if is_elementwise else None, groups)
         self._scaled = Scratch(self._sub_groups, device)
         self._wide = Scratch(self._sub_groups, device)
         self._is_any_wide = any(s.is_wide for s in self.slices)
         self._teach_optimizer()
         self._show(batched(self.slices, None, groups))
+        self.residence.attach(self._calls, optimizer)
 
     # -- what the optimizer sees --------------------------------------------------------------------------------------
 
@@ -184,8 +193,8 @@ class MasterWeights:
             return
         is_one = not isinstance(factor, Tensor) and factor == 1.0
         batches = self._sub_groups if self._needs_scratch(is_one) else self._calls
-        with self._skipping(found_inf), self.rewriting():
-            for batch in batches:
+        with self._skipping(found_inf), self.rewriting(), self.residence.agreeing():
+            for batch in self.residence.walk(batches):
                 self._load(batch, None if is_one else factor)
                 if len(batches) > 1:
                     self._show([batch])
@@ -203,10 +212,11 @@ class MasterWeights:
         return self.optimizer if self.optimizer.can_step_in_one_pass(device, *dtypes) else None
 
     def _step_in_one_pass(self, optimizer: GroupOptimizer, factor: float, *, is_skipped: bool) -> None:
-        with self.rewriting():
-            for batch in self._calls:
+        with self.rewriting(), self.residence.agreeing():
+            for batch in self._calls if is_skipped else self.residence.walk(self._calls):
                 if not is_skipped:
                     optimizer.step_in_one_pass([_update(s) for s in batch.slices], factor)
+                    _deliver(batch)
                 for s in batch.slices:
                     if is_skipped or not s.flat.gradients.spends_with_zeros:
                         s.flat.gradients.spend(s.start, s.stop)
@@ -261,13 +271,21 @@ class MasterWeights:
             if s.placeholder is not None:
                 s.master.copy_(s.param.data.view(-1))
                 s.param.data = s.placeholder
-            if s.values is not s.master:
+            if s.values is not None and s.values is not s.master:
                 targets.append(s.values)
                 sources.append(s.master)
         if targets:
             torch._foreach_copy_(targets, sources)
+        _deliver(batch)
         for s in batch.slices:
             s.flat.gradients.spend(s.start, s.stop)
+
+
+def _deliver(batch: Batch) -> None:
+    """Bring what was stepped to values that rest elsewhere."""
+    for s in batch.slices:
+        if s.values is None:
+            s.flat.deliver_values(s.start, s.stop, s.master)
 
 
 def _update(s: Slice) -> Update:

@@ -32,7 +32,7 @@ from deepspeed.zero.master import MasterWeights
 from deepspeed.zero.norm import sum_of_squares, sum_over_shards, total
 from deepspeed.zero.outcome import Late, Outcome
 from deepspeed.zero.reducer import GradientReducer
-from deepspeed.zero.state_io import hand_back
+from deepspeed.zero.state_io import hand_back, put_all_away, whole_state_dict
 
 logger = get_logger(__name__)
 
@@ -135,6 +135,8 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
             mine = sum_of_squares(shards)
         else:
             mine = torch.stack([total(shard).double() for shard in shards]).sum()
+        if flats:
+            mine = mine.to(flats[0].device)  # gradients may be in host memory, which no collective of a device's reaches
         return Outcome(
             sum_over_shards(mine, flats[0].axis) if flats else mine,
             self.gradient_factor(),
@@ -258,11 +260,12 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state and the loss scale; checkpoints use `zero.state_io`, which knows names."""
-        return {"optimizer": self.optimizer.state_dict(), "loss_scaler": self.loss_scaler.state_dict()}
+        return {"optimizer": whole_state_dict(self.master), "loss_scaler": self.loss_scaler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Inverse of `state_dict`, for the same layout."""
         self.optimizer.load_state_dict(state_dict["optimizer"])
+        put_all_away(self.master)
         self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
 
     def __getattr__(self, name: str) -> Any:
@@ -277,7 +280,10 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
         """Let go of the model and give the wrapped optimizer back, parameters, state and methods: `engine.destroy()`."""
         self.reducer.remove()
         self.master.close()
-        hand_back(self.master)
+        try:
+            hand_back(self.master)
+        finally:
+            self.master.residence.close()
         for name, before in self._client_attributes.items():
             vars(self.optimizer).pop(name, None)
             if before is not None:

@@ -11,12 +11,14 @@ optimizer that comes with state), `zero.optimizer` (which hands it back), `zero.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from deepspeed.common.deferred import DeferredTensor, loaded
 from deepspeed.errors import CheckpointError
 from deepspeed.sharding import Fragment, even_range
 from deepspeed.zero.flat import FlatGroup, NamedParameter
@@ -34,44 +36,63 @@ class StatePiece:
     shape: torch.Size
     key: str
     start: int
-    values: Tensor
+    values: Tensor | DeferredTensor
 
 
 def state_pieces(master: MasterWeights, parts: int = 1, part: int = 0) -> Iterator[StatePiece]:
-    """Tensor state in the `part`-th of `parts` even ranges of this rank's shard space of each flat group, as views."""
+    """Tensor state in the `part`-th of `parts` even ranges of this rank's shard space of each flat group.
+
+    Views, or what reads them.
+    """
     for s in master.slices:
         low, high = even_range(s.flat.layout.shard_numel, parts, part)
-        for key, value in master.optimizer.state.get(s.param, {}).items():
+        for key, value in master.state_of(s).items():
             if _is_sliced(key, value, s):
-                flat = value.detach().reshape(-1)
                 for f in s.flat.own_fragments(max(low, s.start), min(high, s.stop)):
                     begin = f.buffer_start - s.start
-                    yield StatePiece(
-                        s.flat.members[f.index], s.flat.shapes[f.index], key, f.param_start, flat[begin : begin + f.numel]
-                    )
+                    values = master.residence.read_state(s, key, begin, begin + f.numel)
+                    yield StatePiece(s.flat.members[f.index], s.flat.shapes[f.index], key, f.param_start, values)
 
 
 def state_of(master: MasterWeights, flat: FlatGroup, position: int, key: str) -> list[tuple[Fragment, Tensor]]:
-    """State `key` of this rank's parts of the parameter at `position` of `flat`: (part, 1-D view of its values).
+    """State `key` of this rank's parts of the parameter at `position` of `flat`: (part, its values, 1-D).
 
     Empty when there is no such tensor (yet). `param_start` of a part says where in the flattened parameter it lies.
     """
-    found = []
+    return [
+        (f, loaded(master.residence.read_state(s, key, f.buffer_start - s.start, f.buffer_start - s.start + f.numel)))
+        for f, s in _state_parts(master, flat, position, key)
+    ]
+
+
+@contextmanager
+def editing_state_of(
+    master: MasterWeights, flat: FlatGroup, position: int, key: str
+) -> Iterator[list[tuple[Fragment, Tensor]]]:
+    """What `state_of` gives, to be changed inside."""
+    with ExitStack() as stack:
+        found = []
+        for f, s in _state_parts(master, flat, position, key):
+            begin = f.buffer_start - s.start
+            values = stack.enter_context(master.residence.editing_state(s, key, begin, begin + f.numel))
+            found.append((f, values))
+        yield found
+
+
+def _state_parts(master: MasterWeights, flat: FlatGroup, position: int, key: str) -> Iterator[tuple[Fragment, Slice]]:
     for part in flat.own_parts(position):
         for s in master.slices:
             low, high = max(part.buffer_start, s.start), min(part.buffer_start + part.numel, s.stop)
-            value = master.optimizer.state.get(s.param, {}).get(key) if s.flat is flat and low < high else None
+            value = master.state_of(s).get(key) if s.flat is flat and low < high else None
             if value is not None and _is_sliced(key, value, s):
-                here = Fragment(part.index, part.param_start + low - part.buffer_start, low, high - low)
-                found.append((here, value.detach().view(-1)[low - s.start : high - s.start]))
-    return found
+                yield Fragment(part.index, part.param_start + low - part.buffer_start, low, high - low), s
 
 
 def state_scalars(master: MasterWeights) -> Scalars:
     """All state that is not tensors of the slice's size, by parameter name."""
     scalars: Scalars = {}
     for s in master.slices:
-        state = master.optimizer.state.get(s.param, {})
+        state = master.state_of(s)
         plain = {key: _plain(value) for key, value in state.items() if not _is_sliced(key, value, s)}
         for member, *_ in s.pieces():
             scalars.setdefault(member.name, {}).update(plain)
@@ -96,10 +117,11 @@ def load_state(
         agreed: as `agree_on_scalars` gives them.
         groups: hyperparameters per group (`lr`, `betas`, ...); None keeps the present ones.
     """
-    state = {}
+    state, away = {}, {}
     for number, counters in agreed.items():
         s = master.slices[number]
-        state[number] = {**counters, **_joined(s, master.optimizer.state.get(s.param, {}), keys, dtype, read)}
+        state[number] = {**counters, **_joined(s, master.state_of(s), keys, dtype, read)}
+        away[number] = master.residence.put_away(s, state[number])
     present = master.optimizer.state_dict()["param_groups"]
     if groups is not None:
         present = [{**group, **loaded, "params": group["params"]} for group, loaded in zip(present, groups, strict=True)]
@@ -108,6 +130,31 @@ def load_state(
     for number, value in state.items():  # all of it is the optimizer's own, so `load_state_dict` copies none
         master.optimizer.state[master.slices[number].param] = value
     master.optimizer.load_state_dict({"state": by_order, "param_groups": present})
+    for number, stand_ins in away.items():
+        master.optimizer.state[master.slices[number].param].update(stand_ins)
+    master.residence.mend()
+
+
+def whole_state_dict(master: MasterWeights) -> dict[str, Any]:
+    """The optimizer's `state_dict()` with all tensors in memory, wherever they rest."""
+    given = master.optimizer.state_dict()
+    params = [p for group in master.optimizer.param_groups for p in group["params"]]
+    slices = {id(s.param): s for s in master.slices}
+    numbers = [number for group in given["param_groups"] for number in group["params"]]
+    for number, param in zip(numbers, params, strict=True):
+        s = slices[id(param)]
+        given["state"][number] = {
+            key: loaded(master.residence.read_state(s, key, 0, s.numel)).view(s.param.shape) if _is_away(value) else value
+            for key, value in given["state"].get(number, {}).items()
+        }
+    return given
+
+
+def put_all_away(master: MasterWeights) -> None:
+    """State that somebody else gave the optimizer goes to where it rests."""
+    for s in master.slices:
+        state = master.state_of(s)
+        state.update(master.residence.put_away(s, state))
 
 
 def agree_on_scalars(
@@ -194,7 +241,7 @@ def hand_back(master: MasterWeights) -> None:
         master.optimizer.state.pop(s.param, None)
     for member, shape in ((m, shape) for flat in master.flats for m, shape in zip(flat.members, flat.shapes, strict=True)):
         tensors = {
-            key: torch.cat([piece.values for piece in sorted(found, key=lambda piece: piece.start)]).view(shape)
+            key: torch.cat([loaded(piece.values) for piece in sorted(found, key=lambda piece: piece.start)]).view(shape)
             for key, found in pieces.get(member.name, {}).items()
         }
         if state := {**_loadable(scalars.get(member.name, {})), **tensors}:
@@ -204,6 +251,11 @@ def hand_back(master: MasterWeights) -> None:
 
 def _is_sliced(key: str, value: Any, s: Slice) -> bool:
     return isinstance(value, Tensor) and value.shape == s.param.shape and key != "step"
+
+
+def _is_away(value: Any) -> bool:
+    """Whether it stands for a tensor that rests elsewhere."""
+    return isinstance(value, Tensor) and value.device.type == "meta"
 
 
 def _plain(value: Any) -> Any:
@@ -249,6 +301,8 @@ def _joined(
 
 def _room(present: Any, s: Slice, dtype: torch.dtype) -> Tensor:
     """A tensor for state of a slice: the present one where it fits, so that a load needs no second one."""
-    if isinstance(present, Tensor) and present.shape == s.param.shape and present.dtype == dtype and present.is_contiguous():
-        return present
+    has_memory = isinstance(present, Tensor) and present.is_contiguous() and not _is_away(present)
+    if has_memory and present.shape == s.param.shape and present.dtype == dtype:
+        found: Tensor = present
+        return found
     return torch.zeros(s.param.shape, dtype=dtype, device=s.param.device)

@@ -33,10 +33,10 @@ class Slice:
     """In the precision that the optimizer computes in: a view of `master`, or see `placeholder`."""
 
     master: Tensor
-    """What rests between updates: a 1-D view."""
+    """What is updated, 1-D. Where it rests on a tier it has memory only while its batch is at hand (`zero.residence`)."""
 
-    values: Tensor
-    """The model's values: a 1-D view, or `master` itself."""
+    values: Tensor | None
+    """The model's values, 1-D: a view, `master` itself, or lent memory (`zero.delivery`). None: they are delivered."""
 
     placeholder: Tensor | None = None
     """What `param` shows between updates where it is wider than `master`: zeros, of one element's memory."""
@@ -44,8 +44,8 @@ class Slice:
     @classmethod
     def of(cls, flat: FlatGroup, start: int, stop: int, shape: torch.Size | None, state_dtype: torch.dtype | None) -> Slice:
         """The slice `[start, stop)`, within one extent, in `shape` (None: 1-D), stepped at least in `state_dtype`."""
-        values = flat.own_values(start, stop)
-        master = flat.own_master(start, stop) if flat.has_own_masters else values
+        values = flat.values_slot(start, stop)
+        master = flat.master_slot(start, stop) if flat.has_own_masters or values is None else values
         shape = master.shape if shape is None else shape
         dtype = master.dtype if state_dtype is None else torch.promote_types(master.dtype, state_dtype)
         if dtype == master.dtype:
