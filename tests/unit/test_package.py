@@ -17,7 +17,7 @@ from deepspeed import version as version_text
 from deepspeed.version import read_git
 
 REPOSITORY = Path(deepspeed.__file__).parent.parent
-COME_WITH_OTHERS = {"pydantic_core", "oneccl_bindings_for_pytorch"}  # with pydantic; with torch for Intel devices
+COME_WITH_OTHERS = {"pydantic_core", "oneccl_bindings_for_pytorch", "triton"}  # with pydantic; with torch for some devices
 
 
 def _run(code: str) -> str:

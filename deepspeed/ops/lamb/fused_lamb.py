@@ -8,7 +8,8 @@ The norms are those of a whole parameter, so this optimizer is not element-wise.
 `sums` adds up their squares (`ops.sums`): all groups together, once per step, between the update and its scaling.
 
     host memory, up to fp32    -> two passes of `ops.host_step`, without memory for the update where state is fp32
-    elsewhere, or fp64         -> torch's calls on lists; everything stays on the device, a step waits for nothing
+    devices that Triton knows  -> kernels of `ops.device`; everything stays on the device, a step waits for nothing
+    elsewhere, or fp64         -> torch's calls on lists, as little
 
 Source: arXiv:1904.00962, algorithm 2, with phi(z) = z. The clip of the ratio is not in the paper.
 
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.errors import ArgumentError, UsageError
+from deepspeed.ops import device as device_kernels
 from deepspeed.ops import host_step
 from deepspeed.ops.host_step import Lamb
 from deepspeed.ops.optimizer import Batch, Copies, Group, GroupOptimizer, HostWork, ParamsT
@@ -134,8 +136,8 @@ class FusedLamb(GroupOptimizer):
         factors = self._clip(work, found, factor)
         host = [(self.host_rule(group), parts, own) for (group, parts), own in zip(work, factors, strict=True)]
         host_squares_P2, kept = host_step.lamb_update(host)
-        updates = [self._update(group, batch) for group, batch in found]
-        squares = [_squares(batch.params, update) for (_, batch), update in zip(found, updates, strict=True)]
+        moved = [self._update(group, batch) for group, batch in found]
+        updates, squares = [update for update, _ in moved], [sums_P2 for _, sums_P2 in moved]
         given = [*keys, *(p for _, batch in found for p in batch.given)]
         device = given[0].device if given else torch.device("cpu")
         partial_P2 = torch.cat([each.to(device, _wide(device)) for each in (host_squares_P2, *squares)])
@@ -183,20 +185,25 @@ class FusedLamb(GroupOptimizer):
         return [factor * float(scales.get(id(group), 1.0)) for group, _ in work]
 
     @staticmethod
-    def _update(group: Group, batch: Batch) -> list[Tensor]:
-        """m_hat / (sqrt(v_hat) + eps) + decay for each parameter, after taking the gradients into the moments."""
+    def _update(group: Group, batch: Batch) -> tuple[list[Tensor], Tensor]:
+        """m_hat / (sqrt(v_hat) + eps) + decay for each parameter, the gradients taken into the moments; and `_squares`."""
         beta1, beta2 = group["betas"]
         torch._foreach_add_(batch.steps, 1)
         exp_avgs = [exp_avg for exp_avg, _ in batch.states]
         exp_avg_sqs = [exp_avg_sq for _, exp_avg_sq in batch.states]
+        dtype = exp_avgs[0].dtype
+        corrections = [_corrections(beta, batch.steps, dtype, bool(group["bias_correction"])) for beta in (beta1, beta2)]
+        if device_kernels.can_run(batch.device, dtype):
+            numbers = {"eps": group["eps"], "weight_decay": group["weight_decay"], "is_eps_inside": group["eps_inside_sqrt"]}
+            tensors = (batch.params, batch.grads, exp_avgs, exp_avg_sqs, torch.stack(corrections, dim=1))
+            return device_kernels.lamb_update(*tensors, beta1=beta1, beta2=beta2, **numbers)
         torch._foreach_lerp_(exp_avgs, batch.grads, 1 - beta1)
         torch._foreach_mul_(exp_avg_sqs, beta2)
         torch._foreach_addcmul_(exp_avg_sqs, batch.grads, batch.grads, 1 - beta2)
         update, denominators = exp_avgs, exp_avg_sqs
         if group["bias_correction"]:
-            dtype = exp_avgs[0].dtype
-            update = list(torch._foreach_div(exp_avgs, _corrections(beta1, batch.steps, dtype)))
-            denominators = list(torch._foreach_div(exp_avg_sqs, _corrections(beta2, batch.steps, dtype)))
+            update = list(torch._foreach_div(exp_avgs, list(corrections[0].unbind())))
+            denominators = list(torch._foreach_div(exp_avg_sqs, list(corrections[1].unbind())))
         eps = group["eps"]
         if group["eps_inside_sqrt"]:
             roots = torch._foreach_sqrt(torch._foreach_add(denominators, eps))
@@ -205,14 +212,17 @@ class FusedLamb(GroupOptimizer):
         update = list(torch._foreach_div(update, roots))
         if group["weight_decay"]:
             torch._foreach_add_(update, batch.params, alpha=group["weight_decay"])
-        return update
+        return update, _squares(batch.params, update)
 
     @staticmethod
     def _apply(group: Group, batch: Batch, update: list[Tensor], sums_P2: Tensor) -> Tensor:
         """Step one batch and return its trust ratios, shape (parameters,); `sums_P2` are the squares of whole parameters."""
         ratios = _ratios(group, sums_P2).to(update[0].dtype)
-        torch._foreach_mul_(update, list(ratios.unbind()))
-        torch._foreach_add_(batch.params, update, alpha=-group["lr"])
+        if device_kernels.can_run(batch.device, batch.params[0].dtype):
+            device_kernels.lamb_apply(batch.params, update, ratios, group["lr"])
+        else:
+            torch._foreach_mul_(update, list(ratios.unbind()))
+            torch._foreach_add_(batch.params, update, alpha=-group["lr"])
         batch.write_back()
         return ratios
 
@@ -235,7 +245,9 @@ def _wide(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def _corrections(beta: float, steps: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """1 - beta**step for each step, without the cancellation that would lose it in float32."""
+def _corrections(beta: float, steps: list[Tensor], dtype: torch.dtype, is_wanted: bool) -> Tensor:
+    """1 - beta**step for each step, without the cancellation that would lose it in float32; 1 where it is not wanted."""
+    if not is_wanted:
+        return torch.ones(len(steps), dtype=dtype, device=steps[0].device)
     exponents = torch.stack(steps).to(dtype) * (math.log(beta) if beta else -math.inf)
-    return list(torch.expm1(exponents).neg().unbind())
+    return torch.expm1(exponents).neg()

@@ -4,7 +4,9 @@
     p        = p - lr * (update + weight_decay * p)
     m        = beta2 * m + (1 - beta2) * g
 
-In host memory `ops.host_step` does this in one pass; elsewhere, and in fp64, torch's calls on lists do.
+    host memory, up to fp32         one pass of `ops.host_step`
+    devices that Triton knows       one kernel, `ops.device`
+    elsewhere, and fp64             torch's calls on lists
 
 Source: arXiv:2302.06675, algorithm 2.
 
@@ -17,6 +19,7 @@ from typing import ClassVar
 
 import torch
 
+from deepspeed.ops import device as device_kernels
 from deepspeed.ops.host_step import Lion
 from deepspeed.ops.optimizer import Group, GroupOptimizer, ParamsT
 
@@ -35,6 +38,11 @@ class _Lion(GroupOptimizer):
         for batch in self._batches(group):
             momenta = [momentum for (momentum,) in batch.states]
             torch._foreach_add_(batch.steps, 1)
+            if device_kernels.can_run(batch.device, batch.params[0].dtype):
+                numbers = {"lr": float(lr), "beta1": beta1, "beta2": beta2, "weight_decay": group["weight_decay"]}
+                device_kernels.lion_step(batch.params, batch.grads, momenta, **numbers)
+                batch.write_back()
+                continue
             updates = torch._foreach_lerp(momenta, batch.grads, 1 - beta1)
             torch._foreach_sign_(updates)
             if group["weight_decay"]:
