@@ -13,11 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepspeed.comm import mean
 from deepspeed.comm.recorder import RECORDER
+from deepspeed.offload.write_behind import _WINDOW_NBYTES as WINDOW_NBYTES
+from deepspeed.offload.write_behind import _WINDOWS as WINDOWS
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.zero import master
 from tests.support.engines import config, make_engine, zero
 from tests.support.models import TinyModel, build, cast_batches, make_batches
@@ -118,6 +122,63 @@ def test_a_rank_keeps_what_the_formula_says(stage: int, world_size: int) -> None
     padding = LAYERS * 32 * world_size * (weight + gradient + state)
     extra = padding + 2 * 2 * BUCKET_NUMEL + (4 + 4 + 2) * BUCKET_NUMEL
     assert all(0.98 * formula <= nbytes <= 1.02 * formula + extra for nbytes in per_rank), (per_rank, formula, extra)
+
+
+# -- bytes in memory with everything on tiers -------------------------------------------------------------------------
+
+UNITS, BUFFERS, SUB_GROUP_NUMEL = 4, 3, 16_384
+
+
+def _with_tiers(rank: int, world_size: int, folder: Path) -> tuple[int, int]:
+    """Most bytes seen between steps, and in the middle of forward and backward."""
+    master.SUB_GROUP_NUMEL["cpu"] = mean.BLOCK_NUMEL = BUCKET_NUMEL
+    before = _bytes_of_tensors()
+    place = {"device": "nvme", "nvme_path": str(folder)}
+    model = build(Deep)
+    blocks = zero(
+        3,
+        reduce_bucket_size=BUCKET_NUMEL,
+        offload_param={**place, "max_in_cpu": 0, "buffer_count": BUFFERS},
+        offload_optimizer={**place, "pipeline_read": True, "pipeline_write": True, "buffer_count": 4},
+        sub_group_size=SUB_GROUP_NUMEL,
+        stage3_max_live_parameters=UNITS * LAYER_NUMEL,
+        stage3_prefetch_bucket_size=LAYER_NUMEL,
+        **SHARDED,
+    )
+    engine = make_engine(model, config(bf16={"enabled": True}, **blocks), optimizer=DeepSpeedCPUAdam(model.parameters()))
+    _steps(engine, rank, world_size, steps=2)
+    inside = [0]
+    for layer in engine.module.layers[::8]:
+        layer.register_forward_hook(lambda *_: inside.append(_sum_of_new(before)))
+        layer.weight.register_post_accumulate_grad_hook(lambda *_: inside.append(_sum_of_new(before)))
+    _steps(engine, rank, world_size, steps=1)
+    gc.collect()
+    return _sum_of_new(before), max(inside)
+
+
+def _sum_of_new(before: dict[str, int]) -> int:
+    """Bytes of all tensors that were not there before; memory that ranks share counts as this rank's part of it."""
+    now = {place: nbytes for place, nbytes in _bytes_of_tensors().items() if place not in before}
+    shared = sum(nbytes for place, nbytes in now.items() if place.startswith("file"))
+    ranks = dist.get_world_size()
+    return sum(now.values()) - shared + shared // ranks
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_with_parameters_and_state_in_files_memory_holds_gradients_units_and_buffers(
+    world_size: int, tmp_path: Path
+) -> None:
+    gradients = NUMEL * 2 / world_size + 2 * 2 * BUCKET_NUMEL
+    padding = LAYERS * 32 * 2
+    slots = BUFFERS * (2 * LAYER_NUMEL / world_size + 2 * 4096)
+    state = 4 * SUB_GROUP_NUMEL * 4 + 8 * 4096  # 4 buffers of a sub-group
+    scratch = (4 + 4 + 2) * BUCKET_NUMEL
+    units = (UNITS + 2) * 2 * LAYER_NUMEL
+    windows = WINDOWS * WINDOW_NBYTES  # what is written behind the update
+    for rest, most in run_ranks(_with_tiers, world_size, tmp_path):
+        assert gradients <= rest <= gradients + padding + slots + state + scratch + windows
+        assert most <= gradients + padding + slots + state + scratch + units + windows
+        assert most <= 0.55 * NUMEL * 16 / world_size + windows  # without tiers it would be all of it
 
 
 # -- bytes sent -------------------------------------------------------------------------------------------------------
