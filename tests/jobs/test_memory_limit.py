@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-JOB = '''
+JOB = """
 import json, resource, sys
 import torch
 from torch import nn
@@ -68,7 +68,7 @@ except (RuntimeError, MemoryError) as error:
     print(json.dumps({"error": str(error)}))
 else:
     print(json.dumps({"losses": losses, "numel": numel}))
-'''
+"""
 
 NUMEL = 64 * 512 * 513
 BYTES_OF_STATE = 16
