@@ -62,7 +62,7 @@ class Pool {
     try {
       while (static_cast<int32_t>(threads_.size()) < wanted) {
         const int32_t number = static_cast<int32_t>(threads_.size());
-        threads_.emplace_back([this, number] { serve(number); });
+        threads_.emplace_back([this, number, seen = call_.load()] { serve(number, seen); });
       }
     } catch (const std::system_error&) {  // a limit on threads: the caller does their part
     }
@@ -73,8 +73,8 @@ class Pool {
     for (int64_t i = next_.fetch_add(1); i < tasks_; i = next_.fetch_add(1)) (*task_)(i);
   }
 
-  void serve(int32_t number) {
-    uint64_t seen = 0;
+  // `seen`: the last call before this worker was made, which is none of its business.
+  void serve(int32_t number, uint64_t seen) {
     for (;;) {
       for (int spin = 0; spin < kSpins && call_.load() == seen; ++spin) pause();
       call_.wait(seen);

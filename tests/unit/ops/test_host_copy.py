@@ -66,3 +66,24 @@ def test_a_forked_process_copies_with_threads_of_its_own() -> None:
         os._exit(0 if (place.numpy() == source.numpy()).all() else 1)  # torch's own threads do not survive a fork
     assert os.waitpid(child, 0)[1] == 0
     torch.set_num_threads(before)
+
+
+def test_a_call_that_needs_more_threads_than_those_before_is_done_when_it_returns() -> None:
+    before, failed = torch.get_num_threads(), []
+    torch.set_num_threads(8)
+    sources = [torch.full((span << 20,), float(span)) for span in (2, 5, 9)]  # spans of 4 MiB: 2, 5 and 9 threads could work
+    places = [torch.empty_like(source) for source in sources]
+
+    def go() -> None:  # a thread of its own begins without workers
+        for place, source in zip(places, sources, strict=True):
+            place.zero_()
+            copy_host([(place, source)])
+            if not torch.equal(place, source):
+                failed.append(source.numel())
+
+    for _ in range(20):
+        thread = threading.Thread(target=go)
+        thread.start()
+        thread.join()
+    torch.set_num_threads(before)
+    assert not failed
