@@ -2,6 +2,7 @@
 #
 #   make train   launch the example on this machine (two ranks on a CPU, every GPU where there are some)
 #   make test    the whole test suite             make lint   style, types, layers, spelling
+#   make test-twins  the tests whose subject has native code, on its torch twins; all on the twins: make test DS_NATIVE=0
 #   make bench   the benchmarks docs may quote    make docs   write docs/reference/config.md anew from the models
 #   make clean   remove what the tools left; .venv and runs/ stay
 #
@@ -16,7 +17,10 @@ PYTEST_ARGS ?=
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: train test lint lint-style lint-types lint-layers lint-spelling bench docs clean
+# Optimizers, quantiser, file engine and copies themselves, the tiers, and each ZeRO stage with each optimizer.
+TWIN_TESTS := tests/unit/ops tests/unit/offload tests/unit/test_env_report.py tests/ranks/test_optimizers_sharded.py
+
+.PHONY: train test test-twins lint lint-style lint-types lint-layers lint-spelling bench docs clean
 
 train: $(READY)
 	$(BIN)/python examples/gpt/run.py
@@ -24,6 +28,11 @@ train: $(READY)
 test: export OMP_NUM_THREADS := 1
 test: $(READY)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-twins: export OMP_NUM_THREADS := 1
+test-twins: export DS_NATIVE := 0
+test-twins: $(READY)
+	$(BIN)/python -m pytest $(PYTEST_ARGS) $(TWIN_TESTS) --ignore tests/unit/ops/device
 
 lint: lint-style lint-types lint-layers lint-spelling
 

@@ -28,6 +28,7 @@ from benchmarks import (  # noqa: E402
     import_time,
     initialize,
     memory,
+    native_twins,
     overhead,
     reduce_update,
     step_walk,
@@ -50,6 +51,7 @@ _MODULES = (
     checkpoint,
     checkpoint_export,
     step_walk,
+    native_twins,
 )
 _BF16_SLOWDOWN_LIMIT = 4.0  # hardware that multiplies bf16 is at 1 or below; emulation by torch's loops is far above
 _COMPILING_SECONDS = 1200.0

@@ -112,7 +112,7 @@ def _native_warnings(ops: Sequence[OpState]) -> list[str]:
     if not twins:
         return notes
     why = absence() or "the native library was built without them"
-    lost = "; ".join(f"{op.NAME} takes {op.TWIN_COST}" for op in ALL_OPS.values() if op.NAME in twins and op.TWIN_COST)
+    lost = "; ".join(f"{op.NAME} takes about {op.TWIN_COST}" for op in ALL_OPS.values() if op.NAME in twins and op.TWIN_COST)
     text = (
         f"{', '.join(twins)} run on their torch twins, with the same results and slower: {why}. "
         f"{lost and lost + '. '}See docs/guide/native-library.md. "

@@ -13,7 +13,7 @@ import deepspeed
 from deepspeed import env_report
 from deepspeed.env_report import OpState, as_json, cli_main, gather, main, report_lines
 from deepspeed.ops.native import ABI_VERSION, BuildRecord, absence, library
-from deepspeed.ops.op_builder import ALL_OPS
+from deepspeed.ops.op_builder import ALL_OPS, CPUAdamBuilder
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -68,6 +68,7 @@ def test_without_the_library_the_report_says_why_and_what_is_lost(
     assert "cpu_adam" in warning
     assert "DS_NATIVE=0 is set" in warning
     assert "DS_BUILD_OPS=1" in warning
+    assert f"cpu_adam takes about {CPUAdamBuilder.TWIN_COST}" in warning
     assert json.loads(as_json(report))["native_absence"] == "DS_NATIVE=0 is set"
 
 

@@ -61,7 +61,7 @@ class OpBuilder:
     """Folder of csrc/ that holds its native code; None where there is none."""
 
     TWIN_COST: ClassVar[str] = ""
-    """What a person loses with the twin, measured: "3 times as long"."""
+    """What the twin takes, by benchmarks/native_twins.py on two cores: "3 times as long"; empty where nobody measured."""
 
     # ---------------------------------------------------------------- what serves it
 
@@ -84,7 +84,7 @@ class OpBuilder:
             return f"native code for {found.isa}, through {self.SERVED_BY}"
         if state == "twin":
             why = (absence(self.NAME) or "").splitlines()[0].rstrip(". ")
-            cost = f"; a step takes {self.TWIN_COST}" if self.TWIN_COST else ""
+            cost = f"; it takes about {self.TWIN_COST}" if self.TWIN_COST else ""
             return f"torch twin in {self.SERVED_BY}: {why}{cost}"
         return f"served by {self.SERVED_BY}, on torch's kernels" if state == "torch" else "not built yet in this version"
 

@@ -55,6 +55,7 @@ class CPUAdagradBuilder(OpBuilder):
     BUILD_VAR = "DS_BUILD_CPU_ADAGRAD"
     SERVED_BY = "deepspeed.ops.adagrad"
     FOLDER = "optim"
+    TWIN_COST = "5 times as long"
 
 
 class CPUAdamBuilder(OpBuilder):
@@ -64,6 +65,7 @@ class CPUAdamBuilder(OpBuilder):
     BUILD_VAR = "DS_BUILD_CPU_ADAM"
     SERVED_BY = "deepspeed.ops.adam"
     FOLDER = "optim"
+    TWIN_COST = "5 times as long"
 
 
 class CPULionBuilder(OpBuilder):
@@ -73,6 +75,7 @@ class CPULionBuilder(OpBuilder):
     BUILD_VAR = "DS_BUILD_CPU_LION"
     SERVED_BY = "deepspeed.ops.lion"
     FOLDER = "optim"
+    TWIN_COST = "5 times as long"
 
 
 class EvoformerAttnBuilder(OpBuilder):
@@ -104,6 +107,7 @@ class FusedLambBuilder(OpBuilder):
     BUILD_VAR = "DS_BUILD_FUSED_LAMB"
     SERVED_BY = "deepspeed.ops.lamb"
     FOLDER = "optim"
+    TWIN_COST = "7 times as long"
 
 
 class FusedLionBuilder(OpBuilder):
@@ -157,6 +161,7 @@ class QuantizerBuilder(OpBuilder):
     BUILD_VAR = "DS_BUILD_QUANTIZER"
     SERVED_BY = "deepspeed.ops.quantizer"
     FOLDER = "quant"
+    TWIN_COST = "9 times as long"
 
 
 class RandomLTDBuilder(OpBuilder):

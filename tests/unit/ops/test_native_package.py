@@ -28,3 +28,11 @@ def test_each_native_operator_has_the_folder_that_the_library_compiles_for_it() 
     assert dict(re.findall(r"set\(DS_FOLDER_(\w+) (\w+)\)", text)) == {
         name: op.FOLDER for name, op in ALL_OPS.items() if op.FOLDER
     }
+
+
+def test_what_ds_report_says_of_the_twins_is_what_the_guide_says() -> None:
+    text = (REPOSITORY / "docs/guide/native-library.md").read_text()
+    table = text[text.index("## What it costs to be without") : text.index("## Builders")]
+    for op in ALL_OPS.values():
+        rows = [row for row in table.splitlines() if f"`{op.NAME}`" in row]
+        assert [op.TWIN_COST in row for row in rows] == ([True] if op.TWIN_COST else [])
