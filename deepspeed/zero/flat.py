@@ -24,7 +24,6 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +36,7 @@ from deepspeed.offload.agreement import together
 from deepspeed.sharding import Bucket, FlatLayout, Fragment, Slot
 from deepspeed.zero.extents import Extent, extents_of
 from deepspeed.zero.masters import Masters, MemoryMasters
+from deepspeed.zero.members import ALIGNMENT_BYTES, Kind, NamedParameter
 from deepspeed.zero.published import publish, withdraw
 
 if TYPE_CHECKING:
@@ -45,7 +45,18 @@ if TYPE_CHECKING:
     from deepspeed.topology.mesh import AxisGroup
     from deepspeed.zero.gradient_store import GradientStore
 
-ALIGNMENT_BYTES = 64  # a cache line, and the widest vector register
+__all__ = [
+    "ALIGNMENT_BYTES",
+    "FlatGroup",
+    "Kind",
+    "NamedParameter",
+    "Place",
+    "WholeValue",
+    "owner_of",
+    "place_of",
+    "release_owner",
+]
+
 _OWNER = "_ds_owner"  # the back-reference on a user's parameter: its Place
 
 
@@ -64,49 +75,6 @@ class Place:
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """Pickle as None, so that a saved model loads where this package is not installed."""
         return type(None), ()
-
-
-@dataclass(frozen=True)
-class NamedParameter:
-    """A parameter under the name its module gives it; tied parameters appear once, under their first name."""
-
-    name: str
-    param: nn.Parameter
-    order: int = 0
-    """Position in the model's own order of registration, the best guess at the order of use before the first step."""
-
-    unit: int = 0
-    """Number of the unit it is gathered with, where parameters are sharded."""
-
-    whole_shape: torch.Size | None = None
-    """Of a parameter that is sharded already (`zero.Init`), whose own shape is (0,); None: ask the parameter."""
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What the parameters of one flat group have in common."""
-
-    group_index: int
-    """Of the optimizer's parameter group; -1 when nothing trains them."""
-
-    param_dtype: torch.dtype
-    master_dtype: torch.dtype
-    is_sharded: bool = False
-    is_row_sparse: bool = False
-    """Embedding tables of which one micro-batch touches few rows: their gradients are reduced row by row."""
-
-    is_low_precision: bool = False
-    """Gradients travel in the autocast dtype (`lower_precision_safe_modules`)."""
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether an optimizer updates them."""
-        return self.group_index >= 0
-
-    @property
-    def alignment(self) -> int:
-        """Elements that every parameter's place is a multiple of."""
-        return ALIGNMENT_BYTES // min(self.param_dtype.itemsize, self.master_dtype.itemsize)
 
 
 WholeValue = Callable[[NamedParameter], Tensor]
