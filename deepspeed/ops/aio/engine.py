@@ -28,7 +28,7 @@ from typing_extensions import Self
 from deepspeed.errors import ArgumentError, FileIoError, UsageError
 from deepspeed.ops.aio.backend import Backend, Outcome, Ticket, Transfer
 from deepspeed.ops.aio.choice import make_backend
-from deepspeed.ops.aio.files import IoFile, cure_of, open_file
+from deepspeed.ops.aio.files import Creation, IoFile, cure_of, open_file
 from deepspeed.ops.aio.memory import aligned_empty
 from deepspeed.ops.aio.ranges import direct_part
 from deepspeed.ops.aio.settings import IoSettings
@@ -126,24 +126,21 @@ class IoEngine:
         self._tidy_at = _TIDY_COUNT
         self._end = weakref.finalize(self, _end_backend, self._backend, self._owner)
 
-    def open(self, path: str | Path, nbytes: int | None = None, *, create: bool = False) -> IoFile:
+    def open(self, path: str | Path, nbytes: int | None = None, *, create: bool = False, keep: bool = False) -> IoFile:
         """Open a file for this engine.
 
         Args:
             path: of the file; its folder exists.
-            nbytes: with `create`, the length that is reserved on the disk at once; without, the least length that the
-                file must
-                have.
-            create: a new, empty file; one that exists is emptied. Without: a file that exists, for reading and writing,
-                or for
-                reading only where the system allows no more.
+            nbytes: with `create`, the length that is reserved on the disk at once; without, the least that it must have.
+            create: a new, empty file. Without: a file that exists, for reading only where the system allows no more.
+            keep: with `create`, a file that exists is not emptied.
 
         Raises:
-            FileIoError: it cannot be opened, is shorter, or there is no space (the text has both numbers; nothing is left
-                behind).
+            FileIoError: it cannot be opened, is shorter, or there is no space: the text has both numbers, and a file that
+                was made or emptied is not left behind.
         """
         self._check_use()
-        return open_file(Path(path), nbytes, create, self._drain)
+        return open_file(Path(path), nbytes, Creation.of(create, keep), self._drain)
 
     def read(self, file: IoFile, offset: int, into: Tensor) -> IoRequest:
         """Begin to fill `into` with the bytes of the file from `offset` on.

@@ -11,6 +11,7 @@ import errno
 import os
 import struct
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from types import TracebackType
 
@@ -19,11 +20,12 @@ from typing_extensions import Self
 from deepspeed.errors import FileIoError
 from deepspeed.ops.aio.ranges import PAGE_NBYTES
 
-__all__ = ["IoFile", "cure_of", "open_file"]
+__all__ = ["Creation", "IoFile", "cure_of", "open_file"]
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _AT_FDCWD = -100
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ETXTBSY)
+_STAT_BLOCK_NBYTES = 512  # the unit of st_blocks
 _STATX_DIOALIGN = 0x2000
 _STATX_NBYTES = 256
 _DIO_OFFSET = 0x98  # of stx_dio_mem_align in struct statx
@@ -98,6 +100,20 @@ class IoFile:
                 number, f"cannot bring {self.path} to its disk: {os.strerror(number)}. {cure_of(number)}"
             ) from error
 
+    def truncate(self, nbytes: int) -> None:
+        """Cut the file, or let it grow with zeros, to this length. Nothing may be in flight.
+
+        Raises:
+            FileIoError: it is closed, or the system refuses.
+        """
+        try:
+            os.ftruncate(self.buffered_fd, nbytes)
+        except OSError as error:
+            number = error.errno or errno.EIO
+            raise FileIoError(
+                number, f"cannot make {self.path} {nbytes} bytes long: {os.strerror(number)}. {cure_of(number)}"
+            ) from error
+
     def close(self) -> None:
         """Wait for the requests in flight on this file and close it. Again: nothing."""
         if not self.is_closed:
@@ -123,12 +139,27 @@ class IoFile:
             self._close_fds()  # a request in flight would hold the file
 
 
-def open_file(path: Path, nbytes: int | None, create: bool, drain: Callable[[IoFile], None]) -> IoFile:
+class Creation(Enum):
+    """What opening does with a file that is, or is not, there; the values are flags of the system."""
+
+    NONE = 0
+    KEEP = os.O_CREAT
+    EMPTY = os.O_CREAT | os.O_TRUNC
+
+    @classmethod
+    def of(cls, create: bool, keep: bool) -> Creation:
+        """The one that `IoEngine.open` was asked for."""
+        if not create:
+            return cls.NONE
+        return cls.KEEP if keep else cls.EMPTY
+
+
+def open_file(path: Path, nbytes: int | None, creation: Creation, drain: Callable[[IoFile], None]) -> IoFile:
     """Open `path` both ways. See `IoEngine.open`; `drain` waits for the requests in flight on a file."""
-    fd, is_writable = _open(path, create)
+    fd, is_writable = _open(path, creation)
     file = IoFile(path, fd, _open_direct(path, is_writable), is_writable, drain)
     try:
-        if create:
+        if creation is not Creation.NONE:
             _reserve(file, nbytes or 0)
         elif nbytes is not None and file.nbytes < nbytes:
             raise FileIoError(
@@ -136,25 +167,25 @@ def open_file(path: Path, nbytes: int | None, create: bool, drain: Callable[[IoF
             )
     except BaseException:
         file.close()
-        if create:
+        if creation is Creation.EMPTY:
             path.unlink(missing_ok=True)
         raise
     return file
 
 
-def _open(path: Path, create: bool) -> tuple[int, bool]:
+def _open(path: Path, creation: Creation) -> tuple[int, bool]:
     """A descriptor through the page cache, and whether it can be written to."""
-    flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_TRUNC if create else 0)
     try:
-        return os.open(path, flags, 0o666), True
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC | creation.value, 0o666), True
     except OSError as error:
         number = error.errno or errno.EIO
     try:
-        if not create and number in _READ_ONLY:
+        if creation is Creation.NONE and number in _READ_ONLY:
             return os.open(path, os.O_RDONLY | os.O_CLOEXEC), False
     except OSError as error:
         number = error.errno or errno.EIO
-    raise FileIoError(number, f"cannot {'create' if create else 'open'} {path}: {os.strerror(number)}. {cure_of(number)}")
+    did = "open" if creation is Creation.NONE else "create"
+    raise FileIoError(number, f"cannot {did} {path}: {os.strerror(number)}. {cure_of(number)}")
 
 
 def _open_direct(path: Path, is_writable: bool) -> int:
@@ -187,7 +218,8 @@ def _reserve(file: IoFile, nbytes: int) -> None:
         return
     disk = os.statvfs(file.path)
     free_nbytes = disk.f_bavail * disk.f_frsize
-    number = errno.ENOSPC if nbytes > free_nbytes else _allocate(file.buffered_fd, nbytes)
+    missing_nbytes = nbytes - os.fstat(file.buffered_fd).st_blocks * _STAT_BLOCK_NBYTES
+    number = errno.ENOSPC if missing_nbytes > free_nbytes else _allocate(file.buffered_fd, nbytes)
     if number:
         have = f"{file.path} needs {nbytes} bytes, {free_nbytes} are free on its disk"
         raise FileIoError(number, f"{have}: {os.strerror(number)}. {cure_of(number)}")

@@ -14,10 +14,9 @@ as negative numbers, or the end of the process; here they are `FileIoError`.
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,7 +27,11 @@ from deepspeed.ops.aio.engine import IoEngine, IoFile, IoRequest, IoSettings, al
 from deepspeed.ops.aio.ranges import PAGE_NBYTES
 from deepspeed.ops.host_copy import copy_host
 
-__all__ = ["AioHandle", "aio_read", "aio_write", "deepspeed_memcpy"]
+__all__ = ["AioHandle", "FileName", "aio_read", "aio_write", "deepspeed_memcpy"]
+
+
+FileName: TypeAlias = str | Path | int
+"""A path, or the descriptor of an open file."""
 
 
 class _Pending(NamedTuple):
@@ -51,7 +54,7 @@ class AioHandle:
         block_size: int = 1 << 20,
         queue_depth: int = 128,
         single_submit: bool = False,
-        overlap_events: bool = True,
+        overlap_events: bool = False,
         intra_op_parallelism: int = 1,
     ) -> None:
         """Start threads for it. The arguments are those of the `aio` block.
@@ -69,6 +72,11 @@ class AioHandle:
         self._engine = IoEngine(self._settings)
         self._pending: list[_Pending] = []
         self._locked: dict[int, Tensor] = {}
+
+    @property
+    def engine(self) -> IoEngine:
+        """What does the work, for callers that want one request at a time to wait for."""
+        return self._engine
 
     # ---------------------------------------------------------------- settings
 
@@ -94,42 +102,47 @@ class AioHandle:
 
     def get_alignment(self) -> int:
         """Return the alignment of offsets and lengths, in bytes, that makes a transfer fast; any other works."""
-        return PAGE_NBYTES * self._settings.threads
+        return PAGE_NBYTES
 
     # ---------------------------------------------------------------- transfers
 
-    def read(self, buffer: Tensor, filename: str | Path, validate: bool = False, file_offset: int = 0) -> int:
+    def read(self, buffer: Tensor, filename: FileName, validate: bool = False, file_offset: int = 0) -> int:
         """Fill `buffer` from the file; `sync_pread` with a check."""
         return self.pread(buffer, filename, validate, False, file_offset)
 
-    def write(self, buffer: Tensor, filename: str | Path, validate: bool = False, file_offset: int = 0) -> int:
+    def write(self, buffer: Tensor, filename: FileName, validate: bool = False, file_offset: int = 0) -> int:
         """Write `buffer` to the file; `sync_pwrite` with a check."""
         return self.pwrite(buffer, filename, validate, False, file_offset)
 
-    def sync_pread(self, buffer: Tensor, filename: str | Path, file_offset: int = 0) -> int:
+    def sync_pread(self, buffer: Tensor, filename: FileName, file_offset: int = 0) -> int:
         """Fill `buffer` from the file and return 1 when that is done."""
         return self.pread(buffer, filename, False, False, file_offset)
 
-    def sync_pwrite(self, buffer: Tensor, filename: str | Path, file_offset: int = 0) -> int:
+    def sync_pwrite(self, buffer: Tensor, filename: FileName, file_offset: int = 0) -> int:
         """Write `buffer` to the file and return 1 when that is done."""
         return self.pwrite(buffer, filename, False, False, file_offset)
 
-    def async_pread(self, buffer: Tensor, filename: str | Path, file_offset: int = 0) -> int:
+    def async_pread(self, buffer: Tensor, filename: FileName, file_offset: int = 0) -> int:
         """Begin to fill `buffer`, whose contents are undefined until `wait`; return 0."""
         return self.pread(buffer, filename, False, True, file_offset)
 
-    def async_pwrite(self, buffer: Tensor, filename: str | Path, file_offset: int = 0) -> int:
+    def async_pwrite(self, buffer: Tensor, filename: FileName, file_offset: int = 0) -> int:
         """Begin to write `buffer`, which must not change until `wait`; return 0."""
         return self.pwrite(buffer, filename, False, True, file_offset)
 
     def pread(
-        self, buffer: Tensor, filename: str | Path, validate: bool = False, is_async: bool = False, file_offset: int = 0
+        self,
+        buffer: Tensor,
+        filename: FileName,
+        validate: bool = False,
+        is_async: bool = False,
+        file_offset: int = 0,
     ) -> int:
         """Fill a tensor from a file.
 
         Args:
             buffer: contiguous; any dtype and device.
-            filename: a file of at least `file_offset` and the tensor's bytes.
+            filename: a file of at least `file_offset` and the tensor's bytes; a number is a descriptor of an open file.
             validate: read the bytes again by plain calls and compare.
             is_async: return at once; `wait` finishes it.
             file_offset: where in the file the tensor begins, bytes.
@@ -141,7 +154,7 @@ class AioHandle:
             FileIoError: the file cannot be read, or ends before.
         """
         nbytes = _nbytes(buffer)
-        file = self._engine.open(filename, file_offset + nbytes)
+        file = self._engine.open(_path_of(filename), file_offset + nbytes)
         host = self._host_side(buffer)
 
         def finish() -> None:
@@ -153,13 +166,18 @@ class AioHandle:
         return self._begin(_Pending(self._engine.read(file, file_offset, host), file, finish), is_async)
 
     def pwrite(
-        self, buffer: Tensor, filename: str | Path, validate: bool = False, is_async: bool = False, file_offset: int = 0
+        self,
+        buffer: Tensor,
+        filename: FileName,
+        validate: bool = False,
+        is_async: bool = False,
+        file_offset: int = 0,
     ) -> int:
         """Write a tensor to a file, which is made where it is not there and keeps its other bytes where it is.
 
         Args:
             buffer: contiguous; any dtype and device.
-            filename: in a folder that exists.
+            filename: in a folder that exists; a number is a descriptor of an open file.
             validate: read the bytes back by plain calls and compare.
             is_async: return at once; `wait` finishes it.
             file_offset: where in the file the tensor begins, bytes.
@@ -171,7 +189,7 @@ class AioHandle:
             FileIoError: the file cannot be written, or there is no space.
         """
         _nbytes(buffer)
-        file = self._engine.open(filename, create=not os.path.exists(filename))
+        file = self._engine.open(_path_of(filename), create=True, keep=True)
         host = self._host_side(buffer)
         if host is not buffer:
             host.copy_(buffer)
@@ -212,9 +230,16 @@ class AioHandle:
         self._locked[tensor.data_ptr()] = tensor
         return tensor
 
-    def free_cpu_locked_tensor(self, locked_tensor: Tensor) -> bool:
+    def is_pinned(self, buffer: Tensor) -> bool:
+        """Return whether transfers need not copy these bytes: memory of `new_cpu_locked_tensor`, or page-locked by torch."""
+        address = buffer.data_ptr()
+        return buffer.is_pinned() or any(
+            begin <= address and address + buffer.nbytes <= begin + whole.nbytes for begin, whole in self._locked.items()
+        )
+
+    def free_cpu_locked_tensor(self, tensor: Tensor) -> bool:
         """Let go of such a tensor, whose memory goes with the caller's last reference; False: it is not of this handle."""
-        return self._locked.pop(locked_tensor.data_ptr(), None) is not None
+        return self._locked.pop(tensor.data_ptr(), None) is not None
 
     # ---------------------------------------------------------------- the end
 
@@ -247,7 +272,7 @@ class AioHandle:
 
 def aio_read(
     buffer: Tensor,
-    filename: str | Path,
+    filename: FileName,
     block_size: int,
     queue_depth: int,
     single_submit: bool,
@@ -261,7 +286,7 @@ def aio_read(
 
 def aio_write(
     buffer: Tensor,
-    filename: str | Path,
+    filename: FileName,
     block_size: int,
     queue_depth: int,
     single_submit: bool,
@@ -289,6 +314,11 @@ def _finish(pending: _Pending) -> None:
         pending.finish()
 
 
+def _path_of(filename: FileName) -> str | Path:
+    """A path that opens the file; of a descriptor, the system's name for it."""
+    return f"/proc/self/fd/{filename}" if isinstance(filename, int) else filename
+
+
 def _nbytes(buffer: Tensor) -> int:
     if not buffer.is_contiguous():
         raise ArgumentError(
@@ -303,10 +333,10 @@ def _compare(host: Tensor, file: IoFile, offset: int) -> None:
     found = torch.empty(host.nbytes, dtype=torch.uint8)
     with file.path.open("rb") as plain:
         plain.seek(offset)
-        count = plain.readinto(memoryview(found.numpy()))
+        count = plain.readinto(found.numpy().data)
     given = host.reshape(-1).view(torch.uint8)
-    different = torch.nonzero(found[:count] != given[:count])
-    if count != host.nbytes or len(different):
+    if not torch.equal(found[:count], given):
+        different = torch.nonzero(found[:count] != given[:count])
         at = int(different[0]) if len(different) else count
         raise FileIoError(
             errno.EIO,

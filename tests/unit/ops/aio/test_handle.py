@@ -24,7 +24,11 @@ def test_the_builder_gives_a_handle_with_the_settings_it_was_made_with() -> None
         assert handle.get_single_submit() is True
         assert handle.get_overlap_events() is False
         assert handle.get_intra_op_parallelism() == 3
-        assert handle.get_alignment() % 4096 == 0
+        assert handle.get_alignment() == 4096
+    with AioHandle() as handle:
+        assert (handle.get_block_size(), handle.get_queue_depth(), handle.get_intra_op_parallelism()) == (1 << 20, 128, 1)
+        assert handle.get_single_submit() is False
+        assert handle.get_overlap_events() is False
     with pytest.raises(ArgumentError, match=r"queue_depth=0.* at least 1"):
         AioHandle(queue_depth=0)
 
@@ -73,11 +77,22 @@ def test_writing_a_part_keeps_the_rest_of_a_file(handle: AioHandle, tmp_path: Pa
     assert (tmp_path / "file").read_bytes() == b"x" * 50 + bytes(100) + b"x" * 9850
 
 
+def test_an_open_file_is_written_through_its_descriptor(handle: AioHandle, tmp_path: Path) -> None:
+    data = torch.randn(5000)
+    with (tmp_path / "file").open("w+b") as file:
+        handle.async_pwrite(data, file.fileno())
+        assert handle.wait() == 1
+        assert file.read() == data.numpy().tobytes()
+
+
 def test_locked_tensors_are_aligned_and_known_to_their_handle(handle: AioHandle) -> None:
     tensor = handle.new_cpu_locked_tensor(1000, torch.empty(0, dtype=torch.bfloat16))
     assert tensor.shape == (1000,)
     assert tensor.dtype is torch.bfloat16
     assert tensor.data_ptr() % 4096 == 0
+    assert handle.is_pinned(tensor)
+    assert handle.is_pinned(tensor[10:])
+    assert not handle.is_pinned(torch.zeros(4))
     assert handle.free_cpu_locked_tensor(tensor)
     assert not handle.free_cpu_locked_tensor(tensor)
     assert tensor.fill_(1).sum() == 1000  # the caller's reference keeps the memory
