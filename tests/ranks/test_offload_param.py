@@ -248,6 +248,27 @@ def test_checkpoints_go_from_and_to_a_tier_at_any_number_of_ranks(precision: str
     assert files[0] == files[1]
 
 
+def _without_training(rank: int, world_size: int, folder: Path) -> list[float]:
+    losses = []
+    for offload in ({}, {"offload_param": {"device": "nvme", "nvme_path": str(folder / "disk"), **NOTHING_STAYS}}):
+        keys = {"stage3_param_persistence_threshold": 0, **offload}
+        engine = make_engine(build(TiedGpt, seed=3), config(bf16={"enabled": True}, **zero(3, **keys)))
+        assert (sum(_away(engine)) > 0) == bool(offload)
+        for saved in ("saved", "again") if offload else ("saved",):
+            engine.load_checkpoint(folder / saved, "tag", load_module_only=True)
+            engine.eval()
+            with torch.no_grad():
+                losses.append(engine(*make_batches(engine.module, 1, 1, world_size)[0][0][rank]).item())
+            engine.save_checkpoint(folder / "again", "tag")
+    return losses
+
+
+def test_an_engine_without_an_optimizer_evaluates_and_saves_what_rests_in_a_file(tmp_path: Path) -> None:
+    run_ranks(_saved, 2, tmp_path, Setting(others=(("stage3_gather_16bit_weights_on_model_save", True),)))
+    for in_memory, in_file, saved_and_loaded in run_ranks(_without_training, 2, tmp_path):
+        assert in_memory == in_file == saved_and_loaded
+
+
 # -- a model that is built on the tier --------------------------------------------------------------------------------
 
 

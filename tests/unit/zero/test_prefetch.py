@@ -95,6 +95,23 @@ def test_prefetch_stops_where_there_is_no_room() -> None:
     assert asked == [(20, 0), (30, 20)]
 
 
+def test_prefetch_stops_where_the_buffers_for_reads_are_used_up_and_goes_on_from_there() -> None:
+    trace = _trace(*FORWARD_BACKWARD)
+    lookahead = Lookahead(trace, NUMELS, GatherSettings(prefetch_numel=1000))
+    trace.use(0)
+    left = [2]
+
+    def take(_unit: int) -> bool:
+        left[0] -= 1
+        return left[0] >= 0
+
+    here: set[int] = {0}
+    assert lookahead.choose(0, here.__contains__, _always, take) == [1, 2]
+    here |= {1, 2}
+    assert lookahead.choose(50, here.__contains__, _always, lambda unit: False) == []
+    assert lookahead.choose(50, here.__contains__, _always, lambda unit: True) == [3]
+
+
 def test_a_unit_released_because_it_is_used_far_away_is_not_gathered_at_once_again() -> None:
     trace = _trace(*FORWARD_BACKWARD)
     settings = GatherSettings(prefetch_numel=10**6, max_reuse_numel=0)
