@@ -26,7 +26,7 @@ from deepspeed.config.zero import OffloadOptimizerConfig
 from deepspeed.errors import ArgumentError
 from deepspeed.offload import placement
 from deepspeed.offload.agreement import together
-from deepspeed.offload.sub_groups import plan_sub_groups
+from deepspeed.offload.sub_groups import check_buffers, plan_sub_groups
 from deepspeed.offload.swap_folder import SwapFolder
 from deepspeed.offload.tier_file import TierFile
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
@@ -57,6 +57,7 @@ def check_offloaded(optimizer: Optimizer, config: DeepSpeedConfig, *, is_clients
 
     Raises:
         ArgumentError: the text has the reason and what to use instead.
+        ConfigError: too few buffers for what the optimizer keeps.
     """
     if not is_offloaded(config):
         return
@@ -79,6 +80,9 @@ def check_offloaded(optimizer: Optimizer, config: DeepSpeedConfig, *, is_clients
             f'optimizer {name} with offload_optimizer.device "nvme": it looks at whole parameters, but only ranges of them '
             'are in memory at once. Use device "cpu", or an element-wise optimizer such as AdamW.'
         )
+    if block.device == "nvme":
+        kept = [state_tensors(optimizer, group, torch.float32) for group in optimizer.param_groups]
+        check_buffers(block.buffer_count, 1 + max(map(len, kept), default=0))
 
 
 class OptimizerTier:

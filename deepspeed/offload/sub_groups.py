@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from deepspeed.errors import ConfigError
 
-__all__ = ["PAGE_NBYTES", "SubGroups", "aligned", "plan_sub_groups"]
+__all__ = ["PAGE_NBYTES", "SubGroups", "aligned", "check_buffers", "plan_sub_groups"]
 
 PAGE_NBYTES = 4096
 """What a disk moves at least, and what direct transfers begin at."""
@@ -58,12 +58,7 @@ def plan_sub_groups(
     Raises:
         ConfigError: fewer buffers than tensors.
     """
-    if buffer_count < tensors:
-        raise ConfigError(
-            f"zero_optimization.offload_optimizer.buffer_count = {buffer_count}, but this optimizer keeps {tensors} tensors "
-            f"per parameter (masters and {tensors - 1} of state), and a sub-group needs a buffer for each. Set it to at "
-            f"least {tensors}, or leave it out for {max(4, tensors)}."
-        )
+    check_buffers(buffer_count, tensors)
     at_once = 1 + reads_ahead + writes_behind
     granted_numel = buffer_count * min(sub_group_size, shard_numel)
     suits_overlap = min(max(-(-shard_numel // _PARTS), _LEAST_NUMEL), _MOST_NUMEL)
@@ -71,6 +66,16 @@ def plan_sub_groups(
     groups = -(-shard_numel // numel)
     buffers = max(at_once, min(granted_numel // (tensors * numel), groups // 2))
     return SubGroups(numel, min(buffers, groups))
+
+
+def check_buffers(buffer_count: int, tensors: int) -> None:
+    """Raise ConfigError where there are fewer buffers than tensors of one parameter."""
+    if buffer_count < tensors:
+        raise ConfigError(
+            f"zero_optimization.offload_optimizer.buffer_count = {buffer_count}, but this optimizer keeps {tensors} tensors "
+            f"per parameter (masters and {tensors - 1} of state), and a sub-group needs a buffer for each. Set it to at "
+            f"least {tensors}."
+        )
 
 
 def aligned(number: int, unit: int = PAGE_NBYTES) -> int:

@@ -21,7 +21,7 @@ Does not live here: the walk (`zero.master`, the caller), how much is in memory 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from deepspeed.common.deferred import DeferredTensor
-from deepspeed.errors import UsageError
+from deepspeed.errors import FileIoError, UsageError
 from deepspeed.offload.agreement import together
 from deepspeed.offload.run_buffers import Move, RunBuffers
 from deepspeed.offload.sub_groups import PAGE_NBYTES, SubGroups, aligned
@@ -141,6 +141,7 @@ class DiskResidence:
         self._at_rest: dict[int, tuple[Tensor, Tensor]] = {}
         self._files: list[TierFile] = []
         self._is_torn = False
+        self._walks = 0
 
     @property
     def most_numel(self) -> int:
@@ -192,6 +193,7 @@ class DiskResidence:
         self._require_whole()
         for file in self._files:
             file.flush()
+        self._walks += 1
         self._is_torn = True  # [Note: torn]
         for number, memory in self._buffers.walk(len(self._runs)):
             run = self._runs[number]
@@ -205,9 +207,16 @@ class DiskResidence:
             run.has_states = True
         self._is_torn = False
 
-    def agreeing(self) -> AbstractContextManager[None]:
-        """See `Residence`."""
-        return together(self._axis, self._device)
+    @contextmanager
+    def agreeing(self) -> Iterator[None]:
+        """See `Residence`. Where one rank's walk fails, state is torn on all ([Note: torn])."""
+        walks_before = self._walks
+        try:
+            with together(self._axis, self._device):
+                yield
+        except FileIoError:
+            self._is_torn = self._is_torn or self._walks != walks_before
+            raise
 
     def _bring(self, s: Slice, place: _Place, memory: Tensor) -> None:
         """Let the slice have its memory in a buffer."""
