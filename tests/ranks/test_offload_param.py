@@ -9,7 +9,7 @@ import errno
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,9 @@ import deepspeed
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.errors import CommError, ConfigError, FileIoError
 from deepspeed.offload import placement
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.aio.engine import IoEngine
+from deepspeed.ops.lion import DeepSpeedCPULion
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_local_fp32_param, safe_set_full_fp32_param
 from tests.support.engines import Outcome, config, make_engine, masters, model_weights, moments, train, zero
 from tests.support.models import Branching, Lora, ManyTinyLayers, TiedGpt, TinyModel, build, cast_batches, make_batches
@@ -51,6 +53,8 @@ class Setting:
     others: tuple[tuple[str, Any], ...] = ()
     """Further keys of `zero_optimization`."""
 
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+
     def batches(self, world_size: int, steps: int = STEPS) -> Any:
         """What it trains on."""
         batches = make_batches(build(MODELS[self.model]), steps, self.accumulation, world_size)
@@ -68,11 +72,11 @@ class Setting:
         settings = config(self.accumulation, gradient_clipping=self.clip, **blocks, **zero(3, **keys))
         trained = [p for p in model.parameters() if p.requires_grad]
         placement.is_host_apart = lambda device: self.is_apart
-        return make_engine(model, settings, optimizer=torch.optim.AdamW(trained, lr=1e-2))
+        return make_engine(model, settings, optimizer=self.optimizer(trained, lr=1e-2))
 
     def on(self, **offload: Any) -> Setting:
         """The same with parameters on a tier."""
-        return Setting(self.precision, self.model, self.accumulation, self.clip, tuple(offload.items()), others=self.others)
+        return replace(self, offload=tuple(offload.items()))
 
 
 def _differences(got: Outcome, want: Outcome) -> list[str]:
@@ -149,6 +153,32 @@ def _apart(rank: int, world_size: int, folder: Path) -> list[str]:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_a_host_tier_apart_from_the_device_gives_the_same_numbers(world_size: int, tmp_path: Path) -> None:
     assert run_ranks(_apart, world_size, tmp_path) == [[]] * world_size
+
+
+def _both(rank: int, world_size: int, folder: Path) -> list[str]:
+    found = []
+    for precision, host_optimizer in itertools.product(PRECISIONS, (DeepSpeedCPUAdam, DeepSpeedCPULion)):
+        plain = Setting(precision, "lora", 2, 0.05, optimizer=host_optimizer)
+        batches = plain.batches(world_size)
+        want = train(plain.engine(folder), batches, rank)
+        for device, state_device, is_apart in itertools.product(("cpu", "nvme"), ("cpu", "nvme"), (False, True)):
+            state = {"device": state_device, "nvme_path": str(folder), "pipeline_read": True}
+            setting = replace(
+                plain,
+                offload=(("device", device), ("max_in_cpu", 20)),
+                is_apart=is_apart,
+                others=(("offload_optimizer", state), ("sub_group_size", 4096)),
+            )
+            engine = setting.engine(folder)
+            found += [f"{setting}: {each}" for each in _differences(train(engine, batches, rank), want)]
+            engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_parameters_and_optimizer_state_on_tiers_together_give_the_same_numbers(world_size: int, tmp_path: Path) -> None:
+    assert run_ranks(_both, world_size, tmp_path, timeout_seconds=240) == [[]] * world_size
+    assert list(tmp_path.iterdir()) == []
 
 
 def _budgets(rank: int, world_size: int, folder: Path) -> list[str]:
