@@ -102,6 +102,8 @@ class Stage:
         self._number = 0
         self._filled: deque[_StagedGather] = deque()  # to be offered, in order
         self._open: dict[int, _StagedGather] = {}  # not collected
+        self.is_broken = False
+        """Whether a gather has failed: this rank may have lost step with the others, so nothing can follow."""
 
     @property
     def free_count(self) -> int:
@@ -171,6 +173,7 @@ class Stage:
         while self._filled and self._filled[0].number <= work.number:
             self._offer_next()
         if work.failure is not None and not self._slots.tells_failures:
+            self.is_broken = True
             raise work.failure
         self._guarded(lambda: self._slots.collect(work.number, work.nbytes, work.into))
         del self._open[work.number]
@@ -180,6 +183,7 @@ class Stage:
         try:
             step()
         except BaseException as error:  # an interrupt too: this rank has lost step with the others
+            self.is_broken = True
             self._slots.fail(error)
             raise
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -351,18 +352,20 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, SavingMembers, LoadingMem
             self._take_apart()
 
     def _take_apart(self) -> None:
-        self.reload_states()
-        if self._parts.coordinator is not None:
-            self._parts.coordinator.remove(gather=True)
-        if self.optimizer is not None:
-            self.optimizer.release()
-        for flat in self._parts.partition.frozen:
-            flat.release()
-        self.optimizer = None
-        self._parts.report.monitor.close()
-        self._parts = self._parts.without_training()
-        if self._config.disable_python_gc:
-            gc.enable()
+        parts, optimizer = self._parts, self.optimizer
+        with ExitStack() as stack:  # the last one first; each whatever becomes of those before
+            if self._config.disable_python_gc:
+                stack.callback(gc.enable)
+            stack.callback(parts.report.monitor.close)
+            for flat in parts.partition.frozen:
+                stack.callback(flat.release)
+            if optimizer is not None:
+                stack.callback(optimizer.release)
+            if parts.coordinator is not None:
+                stack.callback(parts.coordinator.remove, gather=True)
+            if optimizer is not None:
+                stack.callback(optimizer.reload_states)
+            self.optimizer, self._parts = None, parts.without_training()
 
     def collect_python_gc(self) -> None:
         """Run Python's cyclic collector; with `disable_python_gc` this is the only time it runs."""

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from deepspeed.comm.algorithms import FlatGatherer, LocalGatherer, flat_gatherer, local_stage, parameter_stage
-from deepspeed.common.logging import warn_once
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.zero import OffloadParamConfig
 from deepspeed.offload import placement
@@ -86,12 +85,6 @@ class RestingPlaces:
         self._groups = groups
         self._axis = axis
         self._device = device
-        if block is not None and block.device != "none" and zero.stage < 3:
-            warn_once(
-                "offload_param below stage 3",
-                f'zero_optimization.offload_param.device = "{block.device}" has no effect at ZeRO stage {zero.stage}: '
-                "parameters are whole on every rank there. Set stage to 3, or leave the block out.",
-            )
         self._block = block if zero.stage == 3 else None
         self._is_apart = self._block is not None and self._block.device != "none" and placement.is_host_apart(device)
         self._plan = self._planned()

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from deepspeed.comm.algorithms import Stage, Work
 from deepspeed.comm.flat import Publication
+from deepspeed.errors import UsageError
 from deepspeed.offload.parameter_plan import ParameterPlan
 from deepspeed.offload.sub_groups import PAGE_NBYTES, aligned
 from deepspeed.offload.swap_folder import SwapFolder
@@ -70,7 +71,26 @@ class ParameterTier:
         self.plan = plan
         self.file = file
         self.stage = stage
+        self._has_failed = False
         self._users = 0
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether an error has left values in the file that nobody knows."""
+        return self._has_failed or self.stage.is_broken
+
+    def fail(self) -> None:
+        """Remember that a rank could not write its file."""
+        self._has_failed = True
+
+    def check_usable(self) -> None:
+        """Raise UsageError after an error."""
+        if self.is_broken:
+            raise UsageError(
+                f"parameters rest in {self.file.file.path}, which could not be read or written before (see the first "
+                "error), so they are lost. Mend the disk, call engine.destroy(), build the model and the engine anew, and "
+                "load a checkpoint."
+            )
 
     def shards(self, group: int, dtype: torch.dtype, numels: Mapping[int, int]) -> TieredShards | None:
         """What rests here of flat group number `group`; None where nothing does.
@@ -117,6 +137,15 @@ class TieredShards:
         self._is_closed = False
 
     @property
+    def is_broken(self) -> bool:
+        """Whether an error has left values that nobody knows."""
+        return self._tier.is_broken
+
+    def fail(self) -> None:
+        """A rank could not write what rests here: values are not known any more."""
+        self._tier.fail()
+
+    @property
     def stage(self) -> Stage:
         """What gathers go through."""
         return self._tier.stage
@@ -126,6 +155,7 @@ class TieredShards:
 
         Its `wait` raises FileIoError, on all ranks (`comm.staged`), when one of them could not read.
         """
+        self._tier.check_usable()
         self._publication.check_published()
         offset, nbytes = self._offsets[bucket], self._numels[bucket] * self._dtype.itemsize
 
@@ -161,6 +191,7 @@ class TieredShards:
 
     def begin_update(self) -> None:
         """Complete every gather that was started: what rests here may be written then. Every rank calls it."""
+        self._tier.check_usable()
         if self._publication.is_published:
             self.stage.settle()
             self._publication.begin_update()

@@ -41,6 +41,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepspeed.common.logging import get_logger
 from deepspeed.topology.mesh import AxisGroup
 from deepspeed.zero.external import external_parameters_of
 from deepspeed.zero.holder import holder_of, set_holder
@@ -64,6 +65,8 @@ from deepspeed.zero.states import (
 from deepspeed.zero.units import UnitPlan
 
 __all__ = ["ParameterCoordinator", "build_coordinator"]
+
+logger = get_logger(__name__)
 
 _current_backward: Callable[[], int] = torch._C._current_graph_task_id  # -1 outside a backward of this thread
 
@@ -427,18 +430,27 @@ class ParameterCoordinator:
 
         Args:
             gather: make every parameter whole, in memory of its own (collective over the shard axis); else they stay empty.
+                They do as well when the tier that they rest on has failed.
         """
         self._unwind(0)
         self.hooks.remove()
         unwatch_lookups(self.root)
         self._private.close()
-        self.release_all()
-        for unit in self.pool.units:
-            if gather:
-                self.pool.keep(unit)
-            for param in unit.params:
-                if holder_of(param) is self:
-                    set_holder(param, None)
+        try:
+            if any(piece.is_lost for unit in self.pool.units for piece in unit.pieces):
+                logger.warning(
+                    "parameters rested in a file that could not be read or written, so they stay empty. Build the model "
+                    "anew and load a checkpoint."
+                )
+            else:
+                self.release_all()
+                for unit in self.pool.units if gather else ():
+                    self.pool.keep(unit)
+        finally:
+            for unit in self.pool.units:
+                for param in unit.params:
+                    if holder_of(param) is self:
+                        set_holder(param, None)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """Pickle as None: parameters refer to their holder, and a saved one has none."""

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from deepspeed.comm.watch import naming
 from deepspeed.common.deferred import DeferredTensor
-from deepspeed.errors import UsageError
+from deepspeed.errors import FileIoError, UsageError
 from deepspeed.offload.agreement import together
 from deepspeed.sharding import Bucket, FlatLayout, Fragment, Slot
 from deepspeed.zero.extents import Extent, extents_of
@@ -338,9 +338,18 @@ class FlatGroup:
             finally:
                 self._publish()
 
-    def _agreeing(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def _agreeing(self) -> Iterator[None]:
         """Errors with the tier's files that one rank meets inside are raised on all."""
-        return nullcontext() if self.tier is None else together(self.axis, self.device)
+        if self.tier is None:
+            yield
+            return
+        try:
+            with together(self.axis, self.device):
+                yield
+        except FileIoError:
+            self.tier.fail()
+            raise
 
     def _agreeing_on_masters(self) -> AbstractContextManager[None]:
         """The same for full-precision values on a disk."""
