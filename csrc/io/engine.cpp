@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <new>
 #include <system_error>
 
 namespace ds::io {
@@ -100,11 +101,15 @@ void Engine::serve(Submitter& submitter) {
 
 bool Engine::make_ring(Submitter& submitter) {
   int error = 0;
-  auto ring = settings_.make_ring(settings_.queue_depth, error);
+  try {
+    submitter.ring = settings_.make_ring(settings_.queue_depth, error);
+    submitter.blocks.resize(settings_.queue_depth);
+    submitter.fresh.reserve(settings_.queue_depth);
+    for (uint32_t slot = settings_.queue_depth; slot > 0; --slot) submitter.free.push_back(slot - 1);
+  } catch (const std::bad_alloc&) {
+    error = -ENOMEM;
+  }
   std::lock_guard guard(lock_);
-  submitter.ring = std::move(ring);
-  submitter.blocks.resize(settings_.queue_depth);
-  for (uint32_t slot = settings_.queue_depth; slot > 0; --slot) submitter.free.push_back(slot - 1);
   if (error != 0) error_ = error;
   ++begun_count_;
   begun_.notify_all();

@@ -22,13 +22,16 @@ ROOTS = (
     "deepspeed.config",
     "deepspeed.env_report",
     "deepspeed.errors",
+    "deepspeed.io",
     "deepspeed.monitor",
+    "deepspeed.nvme",
     "deepspeed.ops",
     "deepspeed.ops.adagrad",
     "deepspeed.ops.adam",
     "deepspeed.ops.lamb",
     "deepspeed.ops.lion",
     "deepspeed.ops.op_builder",
+    "deepspeed.ops.aio",  # after the room that its builder comes from
     "deepspeed.ops.quantizer",
     "deepspeed.zero",
 )

@@ -92,7 +92,8 @@ class IoRequest:
         did = "write" if self.is_write else "read"
         cause = os.strerror(number)
         if number == errno.ENODATA:
-            cause = f"the file ends at byte {self.offset + moved_nbytes}"
+            ends = self.offset + moved_nbytes if self.file.is_closed else self.file.nbytes
+            cause = f"the file ends at byte {ends}"
         return (
             f"cannot {did} {self.file.path}: {self.nbytes} bytes at offset {self.offset} were asked for, "
             f"{moved_nbytes} could be {'written' if self.is_write else 'read'}: {cause}. {cure_of(number)}"
@@ -182,7 +183,7 @@ class IoEngine:
         self._check_use()  # before the lock: in a forked process a thread that is not there may hold it
         with self._lock:
             self._check_use()
-            _check_file(request)
+            self._check_file(request)
             if nbytes == 0:
                 return request
             request._begin(self._backend, _transfer(request, tensor.data_ptr()), tensor)
@@ -213,6 +214,22 @@ class IoEngine:
         if not self._end.alive:
             raise UsageError("this IoEngine is closed. Use it before close(), or make another.")
 
+    def _check_file(self, request: IoRequest) -> None:
+        file = request.file
+        if not isinstance(file, IoFile) or not file.is_of(self._drain):
+            name = file.path if isinstance(file, IoFile) else repr(file)
+            raise ArgumentError(
+                f"{name} was not opened by this IoEngine, so closing it would not wait for requests in flight here. "
+                "Open it with open() of this engine."
+            )
+        if file.is_closed or (request.is_write and not file.is_writable):
+            state = "closed" if file.is_closed else "open for reading only"
+            raise FileIoError(
+                errno.EBADF,
+                f"cannot {'write' if request.is_write else 'read'} {request.nbytes} bytes at offset {request.offset} of "
+                f"{file.path}: it is {state}. {cure_of(errno.EBADF)}",
+            )
+
 
 def _end_backend(backend: Backend, owner: int) -> None:
     if owner == os.getpid():  # a forked process has the objects, but neither the threads nor the requests
@@ -221,25 +238,18 @@ def _end_backend(backend: Backend, owner: int) -> None:
 
 def _check_memory(tensor: Tensor, offset: int) -> int:
     """The bytes of a tensor that a file can be read into or written from."""
+    if not isinstance(tensor, Tensor):
+        raise ArgumentError(
+            f"{type(tensor).__name__} was given, but files are read into and written from tensors. Give one."
+        )
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise ArgumentError(
             f"a tensor on {tensor.device}, {'contiguous' if tensor.is_contiguous() else 'not contiguous'}, was given; files "
             "are read into and written from contiguous host memory. Copy it there (tensor.cpu().contiguous())."
         )
-    if offset < 0:
-        raise ArgumentError(f"offset={offset}, but a file begins at 0. Give the byte to begin at.")
+    if not isinstance(offset, int) or offset < 0:
+        raise ArgumentError(f"offset={offset!r}, but it is a whole number of bytes, at least 0. Give the byte to begin at.")
     return tensor.nbytes
-
-
-def _check_file(request: IoRequest) -> None:
-    file = request.file
-    if file.is_closed or (request.is_write and not file.is_writable):
-        state = "closed" if file.is_closed else "open for reading only"
-        raise FileIoError(
-            errno.EBADF,
-            f"cannot {'write' if request.is_write else 'read'} {request.nbytes} bytes at offset {request.offset} of "
-            f"{file.path}: it is {state}. {cure_of(errno.EBADF)}",
-        )
 
 
 def _transfer(request: IoRequest, address: int) -> Transfer:

@@ -39,6 +39,10 @@ _CURES = {
     errno.EBADF: "Open the file for this, and close it when the requests are done.",
     errno.EACCES: "Give a folder and files that this user may read and write.",
     errno.EROFS: "Give a folder on a disk that is mounted for writing.",
+    errno.EMFILE: "Each open file takes two descriptors: wait for requests and close files before more are opened, or raise "
+    "the limit (`ulimit -n`).",
+    errno.ENFILE: "The whole system has no more open files to give: close some, or raise fs.file-max.",
+    errno.EISDIR: "Give the path of a file in it.",
     errno.ENOENT: "Give a path that exists, or create=True for a new file in a folder that exists.",
 }
 
@@ -59,16 +63,27 @@ class IoFile:
         is_writable: False where the system allows reading only.
     """
 
-    def __init__(
-        self, path: Path, buffered_fd: int, direct_fd: int, is_writable: bool, drain: Callable[[IoFile], None]
-    ) -> None:
-        """Store descriptors, which the file closes, and what waits for the requests in flight on it."""
+    def __init__(self, path: Path, buffered_fd: int, is_writable: bool, drain: Callable[[IoFile], None]) -> None:
+        """Store a descriptor, which the file closes, and what waits for the requests in flight on it."""
         self.path = path
         self.buffered_fd = buffered_fd
-        self.direct_fd = direct_fd
+        self.direct_fd = -1
+        self.address_alignment = 0
         self.is_writable = is_writable
-        self.address_alignment = _address_alignment(path) if direct_fd >= 0 else 0
         self._drain = drain
+
+    def open_direct(self) -> None:
+        """Find the way past the page cache, if the file system has one.
+
+        Raises:
+            FileIoError: it has, but the file cannot be opened again.
+        """
+        self.direct_fd = _open_direct(self.path, self.is_writable)
+        self.address_alignment = _address_alignment(self.path) if self.direct_fd >= 0 else 0
+
+    def is_of(self, drain: Callable[[IoFile], None]) -> bool:
+        """Whether this is what waits for its requests."""
+        return self._drain == drain
 
     @property
     def is_closed(self) -> bool:
@@ -157,8 +172,9 @@ class Creation(Enum):
 def open_file(path: Path, nbytes: int | None, creation: Creation, drain: Callable[[IoFile], None]) -> IoFile:
     """Open `path` both ways. See `IoEngine.open`; `drain` waits for the requests in flight on a file."""
     fd, is_writable = _open(path, creation)
-    file = IoFile(path, fd, _open_direct(path, is_writable), is_writable, drain)
+    file = IoFile(path, fd, is_writable, drain)
     try:
+        file.open_direct()
         if creation is not Creation.NONE:
             _reserve(file, nbytes or 0)
         elif nbytes is not None and file.nbytes < nbytes:
@@ -178,14 +194,17 @@ def _open(path: Path, creation: Creation) -> tuple[int, bool]:
     try:
         return os.open(path, os.O_RDWR | os.O_CLOEXEC | creation.value, 0o666), True
     except OSError as error:
-        number = error.errno or errno.EIO
+        if creation is not Creation.NONE or error.errno not in _READ_ONLY:
+            raise _refusal("open" if creation is Creation.NONE else "create", path, error) from error
     try:
-        if creation is Creation.NONE and number in _READ_ONLY:
-            return os.open(path, os.O_RDONLY | os.O_CLOEXEC), False
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC), False
     except OSError as error:
-        number = error.errno or errno.EIO
-    did = "open" if creation is Creation.NONE else "create"
-    raise FileIoError(number, f"cannot {did} {path}: {os.strerror(number)}. {cure_of(number)}")
+        raise _refusal("open", path, error) from error
+
+
+def _refusal(did: str, path: Path, error: OSError) -> FileIoError:
+    number = error.errno or errno.EIO
+    return FileIoError(number, f"cannot {did} {path}: {os.strerror(number)}. {cure_of(number)}")
 
 
 def _open_direct(path: Path, is_writable: bool) -> int:
@@ -196,7 +215,7 @@ def _open_direct(path: Path, is_writable: bool) -> int:
     except OSError as error:
         if error.errno == errno.EINVAL:  # the file system has only the way through the page cache
             return -1
-        raise
+        raise _refusal("open", path, error) from error
 
 
 def _address_alignment(path: Path) -> int:

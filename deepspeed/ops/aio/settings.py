@@ -19,6 +19,9 @@ __all__ = ["IoKind", "IoSettings"]
 IoKind = Literal["auto", "io_uring", "libaio", "threads"]
 """What carries out requests; "auto" takes the first that this system has."""
 
+_MOST = {"block_nbytes": 1 << 30, "queue_depth": 4096, "threads": 64}
+"""Far beyond what helps; more would only take memory and threads, and fail late."""
+
 _KINDS = ("auto", "io_uring", "libaio", "threads")
 
 
@@ -46,10 +49,13 @@ class IoSettings:
     """Fill up the queue as soon as one block is done. False: when all of them are. No meaning for "threads"."""
 
     def __post_init__(self) -> None:
-        for name in ("block_nbytes", "queue_depth", "threads"):
+        for name, most in _MOST.items():
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ArgumentError(f"IoSettings({name}={value!r}), but it needs a whole number of at least 1. Give one.")
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+                raise ArgumentError(
+                    f"{name}={value!r} was given for reading and writing files, but it is a whole number from 1 to {most}. "
+                    "Give one; ds_nvme_tune finds what suits a disk."
+                )
         if self.kind not in _KINDS:
             raise ArgumentError(f"IoSettings(kind={self.kind!r}), but there are only {', '.join(_KINDS)}. Give one of them.")
 

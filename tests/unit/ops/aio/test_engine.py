@@ -142,6 +142,8 @@ def test_a_file_that_ends_early_is_an_error_with_the_numbers(engine: IoEngine, t
             with pytest.raises(FileIoError) as caught:
                 request.wait()
         assert request.is_done
+        with pytest.raises(FileIoError, match=f"0 could be read: the file ends at byte {3 * PAGE + 100}"):
+            engine.read(file, 9 * PAGE, aligned_empty(PAGE)).wait()
     text = str(caught.value)
     assert f"cannot read {path}: {10 * PAGE} bytes at offset {PAGE} were asked for" in text
     assert f"{2 * PAGE + 100} could be read: the file ends at byte {3 * PAGE + 100}." in text
@@ -217,6 +219,11 @@ def test_a_file_that_does_not_exist_is_named(engine: IoEngine, tmp_path: Path) -
         engine.open(tmp_path / "none" / "file", create=True)
 
 
+def test_a_folder_is_no_file(engine: IoEngine, tmp_path: Path) -> None:
+    with pytest.raises(FileIoError, match=r"Is a directory. Give the path of a file in it"):
+        engine.open(tmp_path, create=True)
+
+
 def test_closed_files_are_refused(engine: IoEngine, tmp_path: Path) -> None:
     file = engine.open(tmp_path / "file", PAGE, create=True)
     file.close()
@@ -245,8 +252,43 @@ def test_memory_that_files_cannot_reach_is_refused(engine: IoEngine, tmp_path: P
             engine.write(file, 0, torch.zeros(8, 8).t()[1:])
         with pytest.raises(ArgumentError, match="a tensor on meta"):
             engine.read(file, 0, torch.zeros(8, device="meta"))
-        with pytest.raises(ArgumentError, match="offset=-1"):
-            engine.read(file, -1, torch.zeros(8))
+        for offset in (-1, 1.5):
+            with pytest.raises(ArgumentError, match=f"offset={offset}, but it is a whole number"):
+                engine.read(file, offset, torch.zeros(8))  # type: ignore[arg-type]
+        with pytest.raises(ArgumentError, match="list was given"):
+            engine.read(file, 0, [1.0])  # type: ignore[arg-type]
+
+
+def test_a_file_of_another_engine_is_refused(engine: IoEngine, tmp_path: Path) -> None:
+    with IoEngine(SMALL) as other, other.open(tmp_path / "file", PAGE, create=True) as file:
+        with pytest.raises(ArgumentError, match="was not opened by this IoEngine"):
+            engine.read(file, 0, aligned_empty(PAGE))
+        other.read(file, 0, aligned_empty(PAGE)).wait()
+
+
+@pytest.mark.parametrize("room", [0, 1])
+def test_without_descriptors_opening_is_refused_and_none_is_lost(engine: IoEngine, tmp_path: Path, room: int) -> None:
+    (tmp_path / "file").write_bytes(bytes(PAGE))
+    before = os.listdir("/proc/self/fd")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + room, hard))
+    try:
+        with pytest.raises(FileIoError, match=r"Too many open files. Each open file takes two .*ulimit -n") as caught:
+            engine.open(tmp_path / "file")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert caught.value.errno == errno.EMFILE
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_settings_beyond_sense_are_refused_before_a_thread_starts() -> None:
+    for name, value in (("queue_depth", 2**31), ("threads", 1000), ("block_nbytes", 2**40), ("queue_depth", 0)):
+        with pytest.raises(ArgumentError, match=f"{name}={value} was given .* it is a whole number from 1 to"):
+            IoSettings(**{name: value})  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="there are only auto, io_uring, libaio, threads"):
+        IoSettings(kind="aio")  # type: ignore[arg-type]
 
 
 def test_closing_a_file_or_an_engine_waits_for_what_is_in_flight(tmp_path: Path, engine: IoEngine) -> None:

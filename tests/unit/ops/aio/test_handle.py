@@ -29,7 +29,7 @@ def test_the_builder_gives_a_handle_with_the_settings_it_was_made_with() -> None
         assert (handle.get_block_size(), handle.get_queue_depth(), handle.get_intra_op_parallelism()) == (1 << 20, 128, 1)
         assert handle.get_single_submit() is False
         assert handle.get_overlap_events() is False
-    with pytest.raises(ArgumentError, match=r"queue_depth=0.* at least 1"):
+    with pytest.raises(ArgumentError, match=r"queue_depth=0.* from 1 to"):
         AioHandle(queue_depth=0)
 
 
