@@ -145,6 +145,10 @@ class TieredShards:
         """A rank could not write what rests here: values are not known any more."""
         self._tier.fail()
 
+    def check_usable(self) -> None:
+        """Raise UsageError, the same on all ranks, after an error that all ranks were told of."""
+        self._tier.check_usable()
+
     @property
     def stage(self) -> Stage:
         """What gathers go through."""

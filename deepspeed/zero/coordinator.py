@@ -145,6 +145,7 @@ class ParameterCoordinator:
         self._stand_ins: list[tuple[Unit, Piece]] = []
         self._buckets = {(piece.flat, piece.number): unit for unit in pool.units for piece in unit.pieces}
         self._by_module = {module: unit for unit in pool.units for module in unit.modules}
+        self._tiers = {id(piece.flat): tier for unit in pool.units for piece in unit.pieces if (tier := piece.flat.tier)}
         self._saved = SavedTensors(pool.storages, self._late_use)
         self._private = PrivateCopies(pool, units, axis)
         pool.after_change = self._repoint
@@ -176,6 +177,7 @@ class ParameterCoordinator:
     def _open(self, *, may_replace_hooks: bool) -> Callable[[], None]:
         """Begin a scope; call the result to end it."""
         if not self._depth and _current_backward() == -1:
+            self._refuse_lost()
             self._unwind(0)
             self.backward_over()
             self.hooks.refresh()
@@ -373,6 +375,7 @@ class ParameterCoordinator:
 
         Backward refuses graphs that were built before, as autograd refuses tensors changed in place. All ranks call it.
         """
+        self._refuse_lost()
         self.release_all()
         for unit in self.pool.units:
             unit.epoch += 1
@@ -405,6 +408,7 @@ class ParameterCoordinator:
 
     def fetch(self, params: Sequence[nn.Parameter]) -> None:
         """See `ParameterHolder`."""
+        self._refuse_lost()
         self._private.fetch(params)
 
     def drop(self, params: Sequence[nn.Parameter]) -> None:
@@ -418,6 +422,11 @@ class ParameterCoordinator:
     def _repoint(self, unit: Unit) -> None:
         if unit.fetched:
             self._private.point(unit)
+
+    def _refuse_lost(self) -> None:
+        """Raise when an error has made values unknown: nothing can go on, on any rank."""
+        for tier in self._tiers.values():
+            tier.check_usable()
 
     # -- end ----------------------------------------------------------------------------------------------------------
 
@@ -437,7 +446,7 @@ class ParameterCoordinator:
         unwatch_lookups(self.root)
         self._private.close()
         try:
-            if any(piece.is_lost for unit in self.pool.units for piece in unit.pieces):
+            if any(tier.is_broken for tier in self._tiers.values()):
                 logger.warning(
                     "parameters rested in a file that could not be read or written, so they stay empty. Build the model "
                     "anew and load a checkpoint."

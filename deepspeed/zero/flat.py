@@ -330,9 +330,9 @@ class FlatGroup:
         Does not gather what is whole: `gather_whole` does.
         """
         with self._agreeing():
-            self.gatherer.begin_update()
             if self.tier is not None:
-                self.tier.begin_update()
+                self.tier.begin_update()  # first: after an error it refuses, and nothing is changed
+            self.gatherer.begin_update()
             try:
                 yield
             finally:
@@ -457,7 +457,9 @@ class FlatGroup:
     def replacing(self) -> Iterator[None]:
         """Write masters inside (`editing_master`); afterwards the model holds it. All ranks of the shard axis enter it."""
         self.before_edit()
-        with self.rewriting():
+        with self.rewriting(), self._agreeing_on_masters():
+            if self.masters is not None:
+                self.masters.restore()
             yield
             self.write_back_all()
         for work in self.gather_whole():

@@ -139,11 +139,6 @@ class Piece:
         """Whether its shards rest outside memory, so that a gather needs a buffer of the tier first."""
         return self.flat.tier is not None and self.number in self.flat.tier.buckets
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether an error has made its values unknown."""
-        return self.flat.tier is not None and self.flat.tier.is_broken
-
 
 def pieces_by_unit(flats: Sequence[ShardedFlat]) -> dict[int, list[Piece]]:
     """The pieces of each unit, by number of the unit; flat groups that are not sharded give none."""
