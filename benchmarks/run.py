@@ -25,6 +25,7 @@ if __name__ == "__main__":
 from benchmarks import (  # noqa: E402
     checkpoint,
     checkpoint_export,
+    host_step,
     import_time,
     initialize,
     memory,
@@ -52,6 +53,7 @@ _MODULES = (
     checkpoint_export,
     step_walk,
     native_twins,
+    host_step,
 )
 _BF16_SLOWDOWN_LIMIT = 4.0  # hardware that multiplies bf16 is at 1 or below; emulation by torch's loops is far above
 _COMPILING_SECONDS = 1200.0

@@ -51,26 +51,32 @@ DS_EXPORT int32_t ds_quantize(const void* values, int32_t dtype, int64_t numel, 
 DS_EXPORT int32_t ds_dequantize(const uint8_t* codes, int64_t numel, int64_t block_numel, int32_t bits, int32_t symmetric,
                                 const float* scales, const float* zeros, void* values, int32_t dtype, int32_t threads);
 
-// One tensor of `ds_step`: fields of 64 bits, as Python packs them.
-struct ds_step_tensor {
-  int64_t numel;
-  void* param;
-  void* grad;
-  void* state0;     // null: the rule has none
-  void* state1;
-  void* values;     // receives the new parameter, rounded; null: nobody wants it
-  float* update;    // LAMB: room for the update, numel floats; null where fp32 states give it again
-  double* squares;  // LAMB, first pass: two sums that are added to, of parameter and update
-  float* step;      // count of updates; goes up by one (not in LAMB's second pass)
-  int64_t dtypes;   // of param, grad, state0, state1, values, a byte each from the lowest: 1 fp32, 2 bf16, 3 fp16
-  int64_t flags;    // 1: write zeros over the gradient
-  int64_t row;      // of `numbers`
+// The tensors of one update, as columns of `count` each; a column that no tensor needs may be null.
+struct ds_update_tensors {
+  int64_t count;
+  const int64_t* numel;
+  void* const* param;
+  void* const* grad;
+  void* const* state0;     // column null: the rule has no state
+  void* const* state1;
+  void* const* values;     // receives the new parameter, rounded; null: nobody wants it
+  float* const* update;    // LAMB: room for the update, numel floats; null where fp32 states give it again
+  double* squares;         // LAMB, first pass: two sums for each tensor that are added to, of parameter and update
+  float* const* step;      // count of updates; goes up by one (not in LAMB's second pass)
+  const uint8_t* param_dtype;  // of each tensor: 1 fp32, 2 bf16, 3 fp16
+  const uint8_t* grad_dtype;
+  const uint8_t* state0_dtype;
+  const uint8_t* state1_dtype;
+  const uint8_t* values_dtype;
+  const uint8_t* clears;   // 1: write zeros over the gradient
+  const int32_t* row;      // of `numbers`
 };
 
-// One update of `count` tensors by one rule: 0 Adam, 1 Adagrad, 2 Lion, 3 SGD with momentum, 4 and 5 LAMB's two passes.
+// One update by one rule: 0 Adam, 1 Adagrad, 2 Lion, 3 SGD with momentum, 4 and 5 LAMB's two passes.
 // A row of `numbers` is 9 doubles: rate, beta1 (momentum), beta2 (dampening), eps, decay, two flags (Adam: decay is
 // decoupled, biases are corrected; SGD: nesterov; LAMB: eps inside the root, biases are corrected), LAMB's ratio, factor.
-DS_EXPORT void ds_step(int32_t rule, const ds_step_tensor* tensors, int64_t count, const double* numbers, int32_t threads);
+// 0, or -ENOMEM with nothing changed.
+DS_EXPORT int32_t ds_update(int32_t rule, const ds_update_tensors* tensors, const double* numbers, int32_t threads);
 
 struct ds_tensor {
   int64_t numel;
@@ -78,8 +84,8 @@ struct ds_tensor {
   int64_t dtype;  // 1 fp32, 2 bf16, 3 fp16, 4 fp64
 };
 
-// Sum of squares of all elements, in double.
-DS_EXPORT double ds_sum_of_squares(const ds_tensor* tensors, int64_t count, int32_t threads);
+// Sum of squares of all elements, in double. 0, or -ENOMEM.
+DS_EXPORT int32_t ds_total_of_squares(const ds_tensor* tensors, int64_t count, int32_t threads, double* total);
 
 // --- Files (csrc/io). Reads and writes that go on while the caller does something else. Any thread may call.
 

@@ -16,9 +16,25 @@ namespace ds::DS_ISA {
 namespace {
 
 constexpr size_t kBlock = kGroup;
+constexpr size_t kChunk = 64;    // elements: loops of a known length, unrolled
+constexpr size_t kAhead = 512;   // elements: a processor's own look-ahead stops at each page, and is late after it
+
+#define DS_INLINE [[gnu::always_inline]] static inline
+
+// `kRun` over all elements, chunk by chunk.
+template <auto kRun, typename... Value>
+void in_chunks(const StepNumbers& given, size_t numel, Value*... arrays) {
+  const StepNumbers n = given;
+  size_t at = 0;
+  for (; at + kChunk <= numel; at += kChunk) {
+    for (size_t line = kAhead; line < kAhead + kChunk; line += 16) (__builtin_prefetch(arrays + at + line), ...);
+    kRun(n, (arrays + at)..., kChunk);
+  }
+  if (at < numel) kRun(n, (arrays + at)..., numel - at);
+}
 
 template <bool kAddsDecay>
-void adam(const StepNumbers& n, float* __restrict p, const float* __restrict g, float* __restrict m, float* __restrict v,
+DS_INLINE void adam(const StepNumbers& n, float* __restrict p, const float* __restrict g, float* __restrict m, float* __restrict v,
           size_t numel) {
   const float factor = n.factor, l2 = n.l2, keep = n.keep, rate = n.rate, eps = n.eps;
   const float beta1 = n.beta1, rest1 = n.rest1, beta2 = n.beta2, rest2 = n.rest2;
@@ -34,7 +50,7 @@ void adam(const StepNumbers& n, float* __restrict p, const float* __restrict g, 
 }
 
 template <bool kAddsDecay>
-void adagrad(const StepNumbers& n, float* __restrict p, const float* __restrict g, float* __restrict s, size_t numel) {
+DS_INLINE void adagrad(const StepNumbers& n, float* __restrict p, const float* __restrict g, float* __restrict s, size_t numel) {
   const float factor = n.factor, l2 = n.l2, rate = n.rate, eps = n.eps;
   for (size_t i = 0; i < numel; ++i) {
     float grad = g[i] * factor;
@@ -45,7 +61,7 @@ void adagrad(const StepNumbers& n, float* __restrict p, const float* __restrict 
   }
 }
 
-void lion(const StepNumbers& n, float* __restrict p, const float* __restrict g, float* __restrict m, size_t numel) {
+DS_INLINE void lion(const StepNumbers& n, float* __restrict p, const float* __restrict g, float* __restrict m, size_t numel) {
   const float factor = n.factor, keep = n.keep, rate = n.rate;
   const float beta1 = n.beta1, rest1 = n.rest1, beta2 = n.beta2, rest2 = n.rest2;
   for (size_t i = 0; i < numel; ++i) {
@@ -58,7 +74,7 @@ void lion(const StepNumbers& n, float* __restrict p, const float* __restrict g, 
 }
 
 template <bool kAddsDecay, bool kIsNesterov>
-void sgd(const StepNumbers& n, float* __restrict p, const float* __restrict g, float* __restrict m, size_t numel) {
+DS_INLINE void sgd(const StepNumbers& n, float* __restrict p, const float* __restrict g, float* __restrict m, size_t numel) {
   const float factor = n.factor, l2 = n.l2, rate = n.rate, beta = n.beta1, rest = n.rest2;
   const bool is_first = n.is_first;
   for (size_t i = 0; i < numel; ++i) {
@@ -74,7 +90,7 @@ void sgd(const StepNumbers& n, float* __restrict p, const float* __restrict g, f
 
 // LAMB's update of one element out of its moments.
 template <bool kAddsDecay, bool kIsEpsInside>
-inline float lamb_of(const StepNumbers& n, float p, float first, float second) {
+DS_INLINE float lamb_of(const StepNumbers& n, float p, float first, float second) {
   const float corrected = second * n.correct2;
   const float root = kIsEpsInside ? __builtin_sqrtf(corrected + n.eps) : __builtin_sqrtf(corrected) + n.eps;
   const float update = first * n.correct1 / root;
@@ -82,7 +98,7 @@ inline float lamb_of(const StepNumbers& n, float p, float first, float second) {
 }
 
 template <bool kAddsDecay, bool kIsEpsInside>
-void lamb_update(const StepNumbers& n, const float* __restrict p, const float* __restrict g, float* __restrict m,
+DS_INLINE void lamb_update(const StepNumbers& n, const float* __restrict p, const float* __restrict g, float* __restrict m,
                  float* __restrict v, float* __restrict u, size_t numel) {
   for (size_t i = 0; i < numel; ++i) {
     const float grad = g[i] * n.factor;
@@ -95,39 +111,40 @@ void lamb_update(const StepNumbers& n, const float* __restrict p, const float* _
 }
 
 template <bool kAddsDecay, bool kIsEpsInside>
-void lamb_again(const StepNumbers& n, float* __restrict p, const float* __restrict m, const float* __restrict v, size_t numel) {
+DS_INLINE void lamb_again(const StepNumbers& n, float* __restrict p, const float* __restrict m, const float* __restrict v, size_t numel) {
   for (size_t i = 0; i < numel; ++i) p[i] = p[i] - lamb_of<kAddsDecay, kIsEpsInside>(n, p[i], m[i], v[i]) * n.rate;
 }
 
-void lamb_apply(const StepNumbers& n, float* __restrict p, const float* __restrict u, size_t numel) {
+DS_INLINE void lamb_apply(const StepNumbers& n, float* __restrict p, const float* __restrict u, size_t numel) {
   for (size_t i = 0; i < numel; ++i) p[i] = p[i] - u[i] * n.rate;
 }
 
 void update_block(Rule rule, const StepNumbers& n, float* p, const float* g, float* const s[2], float* u, size_t numel) {
   const bool adds = n.l2 != 0.0f;
+  float *const m = s[0], *const v = s[1];
   switch (rule) {
     case Rule::adam:
-      return adds ? adam<true>(n, p, g, s[0], s[1], numel) : adam<false>(n, p, g, s[0], s[1], numel);
+      return adds ? in_chunks<adam<true>>(n, numel, p, g, m, v) : in_chunks<adam<false>>(n, numel, p, g, m, v);
     case Rule::adagrad:
-      return adds ? adagrad<true>(n, p, g, s[0], numel) : adagrad<false>(n, p, g, s[0], numel);
+      return adds ? in_chunks<adagrad<true>>(n, numel, p, g, m) : in_chunks<adagrad<false>>(n, numel, p, g, m);
     case Rule::lion:
-      return lion(n, p, g, s[0], numel);
+      return in_chunks<lion>(n, numel, p, g, m);
     case Rule::sgd:
-      if (n.flag) return adds ? sgd<true, true>(n, p, g, s[0], numel) : sgd<false, true>(n, p, g, s[0], numel);
-      return adds ? sgd<true, false>(n, p, g, s[0], numel) : sgd<false, false>(n, p, g, s[0], numel);
+      if (n.flag) return adds ? in_chunks<sgd<true, true>>(n, numel, p, g, m) : in_chunks<sgd<false, true>>(n, numel, p, g, m);
+      return adds ? in_chunks<sgd<true, false>>(n, numel, p, g, m) : in_chunks<sgd<false, false>>(n, numel, p, g, m);
     case Rule::lamb_update:
       if (n.flag) {
-        return adds ? lamb_update<true, true>(n, p, g, s[0], s[1], u, numel)
-                    : lamb_update<false, true>(n, p, g, s[0], s[1], u, numel);
+        return adds ? in_chunks<lamb_update<true, true>>(n, numel, p, g, m, v, u)
+                    : in_chunks<lamb_update<false, true>>(n, numel, p, g, m, v, u);
       }
-      return adds ? lamb_update<true, false>(n, p, g, s[0], s[1], u, numel)
-                  : lamb_update<false, false>(n, p, g, s[0], s[1], u, numel);
+      return adds ? in_chunks<lamb_update<true, false>>(n, numel, p, g, m, v, u)
+                  : in_chunks<lamb_update<false, false>>(n, numel, p, g, m, v, u);
     case Rule::lamb_apply:
-      if (u != nullptr) return lamb_apply(n, p, u, numel);
+      if (u != nullptr) return in_chunks<lamb_apply>(n, numel, p, u);
       if (n.flag) {
-        return adds ? lamb_again<true, true>(n, p, s[0], s[1], numel) : lamb_again<false, true>(n, p, s[0], s[1], numel);
+        return adds ? in_chunks<lamb_again<true, true>>(n, numel, p, m, v) : in_chunks<lamb_again<false, true>>(n, numel, p, m, v);
       }
-      return adds ? lamb_again<true, false>(n, p, s[0], s[1], numel) : lamb_again<false, false>(n, p, s[0], s[1], numel);
+      return adds ? in_chunks<lamb_again<true, false>>(n, numel, p, m, v) : in_chunks<lamb_again<false, false>>(n, numel, p, m, v);
   }
 }
 

@@ -2,7 +2,9 @@
 //
 //   tensors --cut at spans--> ranges --joined to equal work--> tasks --any thread--> kernels
 #include <algorithm>
+#include <cerrno>
 #include <cmath>
+#include <new>
 #include <vector>
 
 #include "core/isa.h"
@@ -26,8 +28,6 @@ struct Range {
   StepRange at;
   int64_t tensor;
 };
-
-Dtype dtype_at(int64_t dtypes, int byte) { return static_cast<Dtype>((dtypes >> (8 * byte)) & 0xff); }
 
 void correct(StepNumbers& n, Rule rule, const double* row, double step) {
   const bool is_corrected = row[kFlag1] != 0.0;
@@ -67,80 +67,108 @@ StepNumbers numbers_of(Rule rule, const double* row, double step) {
   return n;
 }
 
-StepRange range_of(const ds_step_tensor& t, int64_t begin, int64_t numel, double* squares, bool streams) {
-  const auto at = [begin](void* pointer, Dtype dtype) {
-    return pointer == nullptr ? nullptr : static_cast<char*>(pointer) + begin * static_cast<int64_t>(ds::nbytes_of(dtype));
-  };
+// A range of one tensor, all of it.
+StepRange whole_of(const ds_update_tensors& t, int64_t i, bool streams) {
+  const auto pointer = [i](void* const* column) { return column == nullptr ? nullptr : static_cast<char*>(column[i]); };
+  const auto dtype = [i](const uint8_t* column) { return column == nullptr ? Dtype::none : static_cast<Dtype>(column[i]); };
   StepRange range{};
-  range.param_dtype = dtype_at(t.dtypes, 0);
-  range.grad_dtype = dtype_at(t.dtypes, 1);
-  range.state_dtype[0] = dtype_at(t.dtypes, 2);
-  range.state_dtype[1] = dtype_at(t.dtypes, 3);
-  range.values_dtype = dtype_at(t.dtypes, 4);
-  range.param = at(t.param, range.param_dtype);
-  range.grad = at(t.grad, range.grad_dtype);
-  range.state[0] = at(t.state0, range.state_dtype[0]);
-  range.state[1] = at(t.state1, range.state_dtype[1]);
-  range.values = at(t.values, range.values_dtype);
-  range.update = t.update == nullptr ? nullptr : t.update + begin;
-  range.squares = squares;
-  range.clears_grad = (t.flags & 1) != 0;
+  range.param = pointer(t.param);
+  range.grad = pointer(t.grad);
+  range.state[0] = pointer(t.state0);
+  range.state[1] = pointer(t.state1);
+  range.values = pointer(t.values);
+  range.update = t.update == nullptr ? nullptr : t.update[i];
+  range.param_dtype = dtype(t.param_dtype);
+  range.grad_dtype = dtype(t.grad_dtype);
+  range.state_dtype[0] = dtype(t.state0_dtype);
+  range.state_dtype[1] = dtype(t.state1_dtype);
+  range.values_dtype = dtype(t.values_dtype);
+  range.clears_grad = t.clears != nullptr && t.clears[i] != 0;
   range.streams = streams;
+  range.numel = t.numel[i];
+  return range;
+}
+
+// `numel` elements of it, from `begin` on.
+StepRange part_of(StepRange range, int64_t begin, int64_t numel) {
+  const auto move = [begin](char*& pointer, Dtype dtype) {
+    if (pointer != nullptr) pointer += begin * static_cast<int64_t>(ds::nbytes_of(dtype));
+  };
+  move(range.param, range.param_dtype);
+  move(range.grad, range.grad_dtype);
+  move(range.state[0], range.state_dtype[0]);
+  move(range.state[1], range.state_dtype[1]);
+  move(range.values, range.values_dtype);
+  if (range.update != nullptr) range.update += begin;
   range.numel = numel;
   return range;
 }
 
-std::vector<StepNumbers> all_numbers(Rule rule, const ds_step_tensor* tensors, int64_t count, const double* numbers) {
-  std::vector<StepNumbers> all(static_cast<size_t>(count));
+struct Work {
+  std::vector<Range> ranges;
+  std::vector<size_t> begins;  // of tasks among the ranges, and the end
+};
+
+Work cut(const ds_update_tensors& t) {
+  int64_t total = 0;
+  for (int64_t i = 0; i < t.count; ++i) total += t.numel[i];
+  Work work;
+  int64_t in_task = ds::kSpan;
+  for (int64_t i = 0; i < t.count; ++i) {
+    const StepRange whole = whole_of(t, i, total >= kStreamNumel);
+    for (int64_t begin = 0; begin < whole.numel; begin += ds::kSpan) {
+      const int64_t numel = std::min(ds::kSpan, whole.numel - begin);
+      if (in_task + numel > ds::kSpan) {
+        work.begins.push_back(work.ranges.size());
+        in_task = 0;
+      }
+      in_task += numel;
+      work.ranges.push_back({part_of(whole, begin, numel), i});
+    }
+  }
+  work.begins.push_back(work.ranges.size());
+  return work;
+}
+
+// Counts the steps, too.
+std::vector<StepNumbers> all_numbers(Rule rule, const ds_update_tensors& t, const double* numbers) {
+  std::vector<StepNumbers> all(static_cast<size_t>(t.count));
   int64_t last_row = -1;
   float last_step = -1.0f;
-  for (int64_t i = 0; i < count; ++i) {
-    const ds_step_tensor& t = tensors[i];
-    if (rule != Rule::lamb_apply) *t.step += 1.0f;
-    const bool is_same = t.row == last_row && *t.step == last_step;  // most are: powers are dear
-    all[static_cast<size_t>(i)] =
-        is_same ? all[static_cast<size_t>(i - 1)] : numbers_of(rule, numbers + t.row * kNumbers, *t.step);
-    last_row = t.row;
-    last_step = *t.step;
+  for (int64_t i = 0; i < t.count; ++i) {
+    float& step = *t.step[i];
+    if (rule != Rule::lamb_apply) step += 1.0f;
+    const bool is_same = t.row[i] == last_row && step == last_step;  // most are: powers are dear
+    all[static_cast<size_t>(i)] = is_same ? all[static_cast<size_t>(i - 1)] : numbers_of(rule, numbers + t.row[i] * kNumbers, step);
+    last_row = t.row[i];
+    last_step = step;
   }
   return all;
 }
 
-}  // namespace
-
-void ds_step(int32_t code, const ds_step_tensor* tensors, int64_t count, const double* numbers, int32_t threads) {
-  const Rule rule = static_cast<Rule>(code);
-  const std::vector<StepNumbers> all = all_numbers(rule, tensors, count, numbers);
-  int64_t total = 0;
-  for (int64_t i = 0; i < count; ++i) total += tensors[i].numel;
-  const bool streams = total >= kStreamNumel;
-
-  std::vector<Range> ranges;
-  std::vector<size_t> begins;  // of tasks among the ranges
-  int64_t in_task = ds::kSpan;
-  for (int64_t i = 0; i < count; ++i) {
-    for (int64_t begin = 0; begin < tensors[i].numel; begin += ds::kSpan) {
-      const int64_t numel = std::min(ds::kSpan, tensors[i].numel - begin);
-      if (in_task + numel > ds::kSpan) {
-        begins.push_back(ranges.size());
-        in_task = 0;
-      }
-      in_task += numel;
-      ranges.push_back({range_of(tensors[i], begin, numel, nullptr, streams), i});
-    }
-  }
-  begins.push_back(ranges.size());
+void update(Rule rule, const ds_update_tensors& t, const double* numbers, int32_t threads) {
+  Work work = cut(t);
+  const std::vector<Range>& ranges = work.ranges;
   std::vector<double> squares(rule == Rule::lamb_update ? 2 * ranges.size() : 0);
-  for (size_t i = 0; i < squares.size() / 2; ++i) ranges[i].at.squares = &squares[2 * i];
+  for (size_t i = 0; i < squares.size() / 2; ++i) work.ranges[i].at.squares = &squares[2 * i];
+  const std::vector<StepNumbers> all = all_numbers(rule, t, numbers);  // last: from here on tensors change
 
   const ds::Kernels& kernels = ds::kernels();
-  ds::parallel(static_cast<int64_t>(begins.size()) - 1, threads, [&](int64_t task) {
-    for (size_t i = begins[static_cast<size_t>(task)]; i < begins[static_cast<size_t>(task) + 1]; ++i) {
+  ds::parallel(static_cast<int64_t>(work.begins.size()) - 1, threads, [&](int64_t task) {
+    for (size_t i = work.begins[static_cast<size_t>(task)]; i < work.begins[static_cast<size_t>(task) + 1]; ++i) {
       kernels.step(rule, all[static_cast<size_t>(ranges[i].tensor)], ranges[i].at);
     }
   });
-  for (size_t i = 0; i < squares.size() / 2; ++i) {
-    tensors[ranges[i].tensor].squares[0] += squares[2 * i];
-    tensors[ranges[i].tensor].squares[1] += squares[2 * i + 1];
+  for (size_t i = 0; i < squares.size(); ++i) t.squares[2 * ranges[i / 2].tensor + static_cast<int64_t>(i % 2)] += squares[i];
+}
+
+}  // namespace
+
+int32_t ds_update(int32_t code, const ds_update_tensors* tensors, const double* numbers, int32_t threads) {
+  try {
+    update(static_cast<Rule>(code), *tensors, numbers, threads);
+  } catch (const std::bad_alloc&) {
+    return -ENOMEM;
   }
+  return 0;
 }

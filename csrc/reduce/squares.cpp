@@ -1,5 +1,7 @@
 // Sum of squares of many tensors; Python's half is deepspeed/ops/host_step/squares.py.
 #include <algorithm>
+#include <cerrno>
+#include <new>
 #include <vector>
 
 #include "core/isa.h"
@@ -17,9 +19,7 @@ struct Span {
   int64_t numel;
 };
 
-}  // namespace
-
-double ds_sum_of_squares(const ds_tensor* tensors, int64_t count, int32_t threads) {
+double total_of(const ds_tensor* tensors, int64_t count, int32_t threads) {
   std::vector<Span> spans;
   for (int64_t i = 0; i < count; ++i) {
     const auto dtype = static_cast<ds::Dtype>(tensors[i].dtype);
@@ -40,4 +40,15 @@ double ds_sum_of_squares(const ds_tensor* tensors, int64_t count, int32_t thread
   double total = 0.0;
   for (const double sum : sums) total += sum;
   return total;
+}
+
+}  // namespace
+
+int32_t ds_total_of_squares(const ds_tensor* tensors, int64_t count, int32_t threads, double* total) {
+  try {
+    *total = total_of(tensors, count, threads);
+  } catch (const std::bad_alloc&) {
+    return -ENOMEM;
+  }
+  return 0;
 }

@@ -29,12 +29,12 @@ from torch.optim import optimizer as torch_optimizer
 
 from deepspeed.errors import ArgumentError, UsageError
 from deepspeed.ops import host_step
-from deepspeed.ops.host_step import KERNEL_DTYPES, Part, Rule, Update
+from deepspeed.ops.host_step import KERNEL_DTYPES, Parts, Rule, Update
 
 ParamsT = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 Group = dict[str, Any]
 State = dict[str, Tensor]
-HostWork = list[tuple[Group, list[Part]]]
+HostWork = list[tuple[Group, Parts]]
 """Parts by group, as `_run_on_host` takes them."""
 
 Copies = list[tuple[Tensor, Tensor]]
@@ -78,6 +78,12 @@ class GroupOptimizer(Optimizer):
         self.fp32_states = fp32_states
         super().__init__(params, defaults)
 
+    _settings: ClassVar[tuple[str, ...]] = ("set_grad_none", "fp32_states", "state_dtype")
+    """What a copy or a pickle keeps beside torch's own."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in self._settings}}
+
     def add_param_group(self, param_group: Group) -> None:
         """Add one parameter group, as in torch."""
         _plain(Optimizer.add_param_group)(self, param_group)
@@ -109,10 +115,18 @@ class GroupOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave; state keeps this optimizer's own dtype instead of the parameter's.
 
-        Values are copied, except tensors that are this optimizer's state already (filled in place, for example).
+        Values are copied, except tensors that are this optimizer's state already (filled in place, for example). It may be
+        the state of torch's optimizer of the same kind: what its groups lack keeps this optimizer's default.
+
+        Raises:
+            UsageError: a group asks for what this optimizer does not do.
         """
+        self._refuse_foreign(state_dict["param_groups"])
         before = dict(self.state)
         _plain(Optimizer.load_state_dict)(self, state_dict)
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
         for i, p in zip(ids, params, strict=True):
@@ -127,6 +141,14 @@ class GroupOptimizer(Optimizer):
                 )
             if "step" in given:
                 self.state[p]["step"] = torch.as_tensor(given["step"]).to(device=p.device, dtype=torch.float32, copy=True)
+
+    def _refuse_foreign(self, groups: Sequence[Group]) -> None:
+        for name in ("amsgrad", "maximize"):
+            if any(group.get(name) for group in groups):
+                raise UsageError(
+                    f"{type(self).__name__}.load_state_dict() was given a group with {name}=True, which this optimizer does "
+                    "not have. Load it into the torch optimizer that it comes from."
+                )
 
     # -- in host memory -----------------------------------------------------------------------------------------------
 
@@ -154,14 +176,12 @@ class GroupOptimizer(Optimizer):
             factor: what unscales, averages and clips.
         """
         places = self._group_of()
-        parts: list[list[Part]] = [[] for _ in self.param_groups]
-        keys: list[list[Tensor]] = [[] for _ in self.param_groups]
+        found: list[list[Update]] = [[] for _ in self.param_groups]
         for update in updates:
-            place = places[id(update.param)]
-            parts[place].append(self._part(update))
-            keys[place].append(update.param)
-        work = [(group, own) for group, own in zip(self.param_groups, parts, strict=True) if own]
-        self._run_on_host(work, [key for own in keys for key in own], factor)
+            found[places[id(update.param)]].append(update)
+        pairs = [(group, own) for group, own in zip(self.param_groups, found, strict=True) if own]
+        keys = [update.param for _, own in pairs for update in own]
+        self._run_on_host([(group, self._parts(own)) for group, own in pairs], keys, factor)
 
     def host_rule(self, group: Group) -> Rule | None:
         """What the kernels of `ops.host_step` compute for `group`; None where this optimizer has no such kernel."""
@@ -171,19 +191,26 @@ class GroupOptimizer(Optimizer):
         """Step all parts of `work`, whose parameters (as `param_groups` holds them) are `keys`, in order."""
         host_step.step([(rule, parts, factor) for group, parts in work if (rule := self.host_rule(group)) is not None])
 
-    def _part(self, update: Update) -> Part:
-        param, master, grad, values, clears_grad = update
-        state = self.state[param]
-        if len(state) <= len(self.state_keys):  # there is `step` besides
-            self._make_state(param, state)
-        return Part(master, grad, self._states(state), state["step"], values, clears_grad)
+    def _parts(self, updates: Sequence[Update]) -> Parts:
+        states = [self.state[update.param] for update in updates]
+        for update, state in zip(updates, states, strict=True):
+            if len(state) <= len(self.state_keys):  # there is `step` besides
+                self._make_state(update.param, state)
+        columns = self._columns(states)
+        for key, column in zip(self.state_keys, columns, strict=True):
+            for each in column:
+                _check_strides(key, each)
+        return Parts(
+            [update.master for update in updates],
+            [update.grad for update in updates],
+            columns,
+            [state["step"] for state in states],
+            [update.values for update in updates],
+            [update.clears_grad for update in updates],
+        )
 
-    def _states(self, state: State) -> tuple[Tensor, ...]:
-        states = tuple([state[key] for key in self.state_keys])
-        for key, each in zip(self.state_keys, states, strict=True):
-            if not each.is_contiguous():
-                raise UsageError(f"state {key!r} has strides {each.stride()}; state must be contiguous. Copy it before use.")
-        return states
+    def _columns(self, states: Sequence[State]) -> list[list[Tensor]]:
+        return [[state[key] for state in states] for key in self.state_keys]
 
     def _group_of(self) -> dict[int, int]:
         """id(parameter) -> number of its group; looked up anew when a group has another list, or one of another length."""
@@ -206,33 +233,40 @@ class GroupOptimizer(Optimizer):
 
     def _runs_on_host(self, p: Tensor, state: State) -> bool:
         """Whether the kernels of `ops.host_step` take `p`, an optimizer with a rule provided."""
-        return (
-            p.device.type == "cpu"
-            and p.dtype in KERNEL_DTYPES
-            and KERNEL_DTYPES.issuperset([state[key].dtype for key in self.state_keys])
-        )
+        return p.is_cpu and KERNEL_DTYPES.issuperset([p.dtype, *(state[key].dtype for key in self.state_keys)])
 
-    def _collect_host(
-        self, group: Group, keys: list[Tensor], copies: list[tuple[Tensor, Tensor]]
-    ) -> tuple[list[Part], bool]:
+    def _collect_host(self, group: Group, keys: list[Tensor], copies: Copies) -> tuple[Parts, bool]:
         """What of `group` the kernels take, and whether something is left for `_step_group`.
 
         `keys` gets the parameters, `copies` what is to be copied back after the step.
         """
-        parts: list[Part] = []
-        is_rest = False
-        for p, grad, state in self._with_gradient(group):
-            if not self._runs_on_host(p, state):
-                is_rest = True
-                continue
-            dense = p
-            if not p.is_contiguous():
-                dense = p.detach().contiguous()
-                copies.append((p, dense))
-            dense_grad = _dense(grad, grad.dtype if grad.dtype in KERNEL_DTYPES else torch.float32)
-            parts.append(Part(dense, dense_grad, self._states(state), state["step"]))
-            keys.append(p)
-        return parts, is_rest
+        given = [(p, grad) for p in group["params"] if (grad := p.grad) is not None]
+        states: list[State] = [self.state[p] for p, _ in given]
+        if not all(states):
+            states = [state for _, _, state in self._with_gradient(group)]
+        columns = self._columns(states)
+        dtypes = {tensor.dtype for column in columns for tensor in column}.union([p.dtype for p, _ in given])
+        is_rest = not (KERNEL_DTYPES.issuperset(dtypes) and all(p.is_cpu for p, _ in given))
+        if is_rest or {grad.layout for _, grad in given} != {torch.strided}:
+            for p, grad in given:
+                self._check_placement(p, grad)
+        if is_rest:
+            taken = [n for n, (p, _) in enumerate(given) if self._runs_on_host(p, states[n])]
+            given, states = [given[n] for n in taken], [states[n] for n in taken]
+            columns = self._columns(states)
+        params, grads = [p for p, _ in given], [grad for _, grad in given]
+        for key, column in zip(self.state_keys, columns, strict=True):
+            if not all(map(Tensor.is_contiguous, column)):
+                for each in column:
+                    _check_strides(key, each)
+        keys += params
+        if not all(map(Tensor.is_contiguous, params)):
+            dense = [p if p.is_contiguous() else p.detach().contiguous() for p in params]
+            copies += [(p, copy) for p, copy in zip(params, dense, strict=True) if p is not copy]
+            params = dense
+        if not (all(map(Tensor.is_contiguous, grads)) and KERNEL_DTYPES.issuperset([grad.dtype for grad in grads])):
+            grads = [_dense(grad, grad.dtype if grad.dtype in KERNEL_DTYPES else torch.float32) for grad in grads]
+        return Parts(params, grads, columns, [state["step"] for state in states]), is_rest
 
     # -- elsewhere ----------------------------------------------------------------------------------------------------
 
@@ -249,7 +283,7 @@ class GroupOptimizer(Optimizer):
         rest = []
         for group in self.param_groups:
             parts, is_rest = self._collect_host(group, keys, copies)
-            if parts:
+            if len(parts):
                 work.append((group, parts))
             if is_rest:
                 rest.append(group)
@@ -283,8 +317,10 @@ class GroupOptimizer(Optimizer):
                 state[key] = torch.zeros(p.shape, dtype=self._state_dtype(p), device=p.device)
 
     def _check_placement(self, p: Tensor, grad: Tensor) -> None:
-        """Refuse, at a parameter's first step, what no later step could serve."""
+        """Refuse what no step could serve."""
         name = type(self).__name__
+        if p.is_complex():
+            raise UsageError(f"{name} was given a complex parameter, {p.dtype}, but needs real ones: torch.view_as_real(p).")
         if grad.is_sparse:
             raise UsageError(
                 f"{name} was given a sparse gradient of shape {tuple(grad.shape)}, but needs a dense one. "
@@ -344,10 +380,7 @@ class Batch:
     def add(self, p: Tensor, grad: Tensor, state: State) -> None:
         """Take one parameter in, with the state under the batch's keys and `step`."""
         for key in self._keys:
-            if not state[key].is_contiguous():
-                raise UsageError(
-                    f"state {key!r} has strides {state[key].stride()}; state must be contiguous. Copy it before use."
-                )
+            _check_strides(key, state[key])
         self.given.append(p)
         self.params.append(self._work(p))
         self.grads.append(_dense(grad, self._dtype))
@@ -366,6 +399,11 @@ class Batch:
             tensor.copy_(work)
 
 
+def _check_strides(key: str, state: Tensor) -> None:
+    if not state.is_contiguous():
+        raise UsageError(f"state {key!r} has strides {state.stride()}; state must be contiguous. Copy it before use.")
+
+
 def _dense(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """`tensor` itself when it is contiguous and of `dtype`, else such a copy."""
     if tensor.dtype is dtype and tensor.is_contiguous():
@@ -376,8 +414,15 @@ def _dense(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _check(name: str, defaults: Group) -> None:
     """Refuse hyperparameters outside their range."""
     for key in ("lr", "eps", "weight_decay"):
-        if not defaults.get(key, 0.0) >= 0:
-            raise ArgumentError(f"{name}: {key}={defaults[key]!r}, but a number of at least 0 is needed.")
+        value = defaults.get(key, 0.0)
+        if not isinstance(value, int | float | Tensor) or not value >= 0:
+            raise ArgumentError(f"{name}: {key}={value!r}, but a number of at least 0 is needed.")
     betas = defaults.get("betas", (0.0, 0.0))
-    if not (len(betas) == 2 and all(0 <= beta < 1 for beta in betas)):
+    if not (isinstance(betas, Sequence) and len(betas) == 2 and all(_is_beta(beta) for beta in betas)):
         raise ArgumentError(f"{name}: betas={betas!r}, but two numbers in [0, 1) are needed, for example (0.9, 0.999).")
+    if "betas" in defaults:
+        defaults["betas"] = tuple(betas)
+
+
+def _is_beta(beta: object) -> bool:
+    return isinstance(beta, int | float) and 0 <= beta < 1

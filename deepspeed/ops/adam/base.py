@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.errors import UsageError
-from deepspeed.ops.host_step import Adam, Part
+from deepspeed.ops.host_step import Adam
 from deepspeed.ops.optimizer import Batch, Group, GroupOptimizer, HostWork, ParamsT
 
 
@@ -28,6 +28,7 @@ class FusedKernelAdam(GroupOptimizer):
     """
 
     state_keys: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    _settings: ClassVar[tuple[str, ...]] = (*GroupOptimizer._settings, "adam_w_mode")
     kernel_is_exact = True
     _step_supports_amp_scaling = True  # the name torch.amp.GradScaler asks for
 
@@ -54,7 +55,7 @@ class FusedKernelAdam(GroupOptimizer):
         defaults: Group = {
             "lr": lr,
             "bias_correction": bias_correction,
-            "betas": tuple(betas),
+            "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
         }
@@ -79,8 +80,7 @@ class FusedKernelAdam(GroupOptimizer):
         if found_inf is not None and found_inf.item() != 0:
             return
         if grad_scale is not None:
-            parts: list[Part] = [part for _, own in work for part in own]
-            torch._foreach_div_([part.grad for part in parts], grad_scale.squeeze())
+            torch._foreach_div_([grad for _, parts in work for grad in parts.grads], grad_scale.squeeze())
         super()._run_on_host(work, keys, factor)
 
     def _step_group(self, group: Group) -> None:

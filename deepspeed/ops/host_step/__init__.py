@@ -17,7 +17,7 @@ skipped (`zero.optimizer`). Called by the optimizers of `ops` and by `zero.norm`
 
 from __future__ import annotations
 
-from deepspeed.ops.host_step.parts import KERNEL_DTYPES, Part, Update
+from deepspeed.ops.host_step.parts import KERNEL_DTYPES, Parts, Update
 from deepspeed.ops.host_step.rules import Adagrad, Adam, Lamb, Lion, Rule, Sgd
 from deepspeed.ops.host_step.run import lamb_apply, lamb_update, step
 from deepspeed.ops.host_step.squares import sum_of_squares
@@ -28,7 +28,7 @@ __all__ = [
     "Adam",
     "Lamb",
     "Lion",
-    "Part",
+    "Parts",
     "Rule",
     "Sgd",
     "Update",

@@ -1,6 +1,6 @@
-"""The host step in the native library: all parts of a step as one table of numbers, in one call.
+"""The host step in the native library: all tensors of a step as columns of numbers, in one call.
 
-    part -> numel, addresses, dtypes, flags, row of `numbers`        the layout of `ds_step_tensor` in csrc/native.h
+    parts -> numel, addresses, dtypes, row of `numbers`        the layout of `ds_update_tensors` in csrc/native.h
 
 Called by `run`.
 """
@@ -10,99 +10,145 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from deepspeed.ops.host_step.parts import DTYPE_CODES, Part
+from deepspeed.ops.host_step.parts import DTYPE_CODES, Parts
 from deepspeed.ops.host_step.rules import Lamb, Rule
 from deepspeed.ops.native import NativeLibrary
 
 __all__ = ["lamb_apply_native", "lamb_update_native", "step_native"]
 
 _LAMB_APPLY = Lamb.code + 1
+_POINTERS = ("param", "grad", "state0", "state1", "values", "update", "squares", "step")
+_DTYPES = ("param_dtype", "grad_dtype", "state0_dtype", "state1_dtype", "values_dtype")
 
 
-def step_native(native: NativeLibrary, work: Sequence[tuple[Rule, Sequence[Part], float]]) -> None:
+class _Tensors(ctypes.Structure):
+    _fields_ = [
+        ("count", ctypes.c_int64),
+        ("numel", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in (*_POINTERS, *_DTYPES, "clears", "row")),
+    ]
+
+
+class _Columns:
+    """The columns of several `Parts`, one after the other, each made where something needs it first."""
+
+    def __init__(self, states: int) -> None:
+        self._states = states
+        self._count = 0
+        self._columns: dict[str, array[int] | bytearray] = {"numel": array("q"), "row": array("i")}
+
+    def add(self, parts: Parts, rows: Sequence[int]) -> None:
+        """Take in `parts`, whose numbers are in `rows`."""
+        self._extend("numel", "q", map(Tensor.numel, parts.params))
+        self._extend("row", "i", rows)
+        self._extend("step", "q", map(Tensor.data_ptr, parts.steps))
+        self._tensors("param", parts.params)
+        self._tensors("grad", parts.grads)
+        for number, states in enumerate(parts.states[: self._states]):
+            self._tensors(f"state{number}", states)
+        if parts.values is not None:
+            self._optional("values", parts.values)
+        if parts.clears is not None:
+            self._bytes("clears", bytes(parts.clears))
+        self._count += len(parts)
+
+    def keep_updates(self, updates: Sequence[Tensor | None]) -> None:
+        """LAMB's room for the updates of all parts."""
+        if any(update is not None for update in updates):
+            self._columns["update"] = array("q", [0 if update is None else update.data_ptr() for update in updates])
+
+    def call(self, native: NativeLibrary, code: int, numbers: array[float], squares: int = 0) -> None:
+        """Update everything by the rule `code`; `squares` is an address."""
+        tensors = _Tensors(count=self._count, squares=squares)
+        keep = []
+        for name, column in self._columns.items():
+            if isinstance(column, bytearray):
+                keep.append((ctypes.c_uint8 * len(column)).from_buffer(column))
+                setattr(tensors, name, ctypes.addressof(keep[-1]) if column else 0)
+            else:
+                setattr(tensors, name, column.buffer_info()[0])
+        function = native.function(
+            "ds_update", ctypes.c_int32, ctypes.c_int32, ctypes.POINTER(_Tensors), ctypes.c_void_p, ctypes.c_int32
+        )
+        if function(code, ctypes.byref(tensors), numbers.buffer_info()[0], torch.get_num_threads()) != 0:
+            raise MemoryError(
+                f"an optimizer step of {self._count} tensors found no memory for its list of them (about 200 bytes for each "
+                "65,536 elements), and changed nothing. Free memory, or train a smaller part at a time (sub_group_size)."
+            )
+
+    def _tensors(self, name: str, tensors: Sequence[Tensor]) -> None:
+        self._extend(name, "q", map(Tensor.data_ptr, tensors))
+        dtypes = {tensor.dtype for tensor in tensors}
+        if len(dtypes) == 1:
+            self._bytes(f"{name}_dtype", bytes([DTYPE_CODES[dtypes.pop()]]) * len(tensors))
+        else:
+            self._bytes(f"{name}_dtype", bytes([DTYPE_CODES[tensor.dtype] for tensor in tensors]))
+
+    def _optional(self, name: str, tensors: Sequence[Tensor | None]) -> None:
+        self._extend(name, "q", [0 if tensor is None else tensor.data_ptr() for tensor in tensors])
+        self._bytes(f"{name}_dtype", bytes([0 if tensor is None else DTYPE_CODES[tensor.dtype] for tensor in tensors]))
+
+    def _extend(self, name: str, kind: str, values: Iterable[int]) -> None:
+        column = self._columns.get(name)
+        if column is None:
+            column = self._columns[name] = array(kind, bytes(8 * self._count))  # the parts before have none
+        assert isinstance(column, array)  # only `_bytes` makes the others
+        column.extend(values)
+
+    def _bytes(self, name: str, values: bytes) -> None:
+        column = self._columns.setdefault(name, bytearray(self._count))
+        assert isinstance(column, bytearray)  # only `_extend` makes the others
+        column += values
+
+
+def step_native(native: NativeLibrary, work: Sequence[tuple[Rule, Parts, float]]) -> None:
     """See `run.step`; all rules are of one class."""
-    table, numbers = array("q"), array("d")
-    for row, (rule, parts, factor) in enumerate(work):
-        numbers.extend(rule.row(factor))
-        for part in parts:
-            table.extend(_entry(part, row, rule.states))
-    _call(native, work[0][0].code, table, numbers)
+    columns, numbers = _gathered(work)
+    columns.call(native, work[0][0].code, numbers)
 
 
 def lamb_update_native(
-    native: NativeLibrary, work: Sequence[tuple[Lamb, Sequence[Part], float]]
+    native: NativeLibrary, work: Sequence[tuple[Lamb, Parts, float]]
 ) -> tuple[Tensor, list[Tensor | None]]:
     """See `run.lamb_update`."""
-    table, numbers = array("q"), array("d")
-    squares_P2 = torch.zeros(sum(len(parts) for _, parts, _ in work), 2, dtype=torch.float64)
-    updates: list[Tensor | None] = []
-    for row, (rule, parts, factor) in enumerate(work):
-        numbers.extend(rule.row(factor))
-        for part in parts:
-            kept = _kept(part)
-            table.extend(_entry(part._replace(values=None), row, rule.states, kept, squares_P2[len(updates)].data_ptr()))
-            updates.append(kept)
-    _call(native, Lamb.code, table, numbers)
+    columns, numbers = _gathered([(rule, replace(parts, values=None), factor) for rule, parts, factor in work])
+    updates = [
+        None if all(state.dtype == torch.float32 for state in states) else torch.empty(p.numel(), dtype=torch.float32)
+        for _, parts, _ in work
+        for p, *states in zip(parts.params, *parts.states, strict=True)
+    ]
+    columns.keep_updates(updates)  # where states are rounded they do not give the update again
+    squares_P2 = torch.zeros(len(updates), 2, dtype=torch.float64)
+    columns.call(native, Lamb.code, numbers, squares_P2.data_ptr())
     return squares_P2, updates
 
 
 def lamb_apply_native(
     native: NativeLibrary,
-    work: Sequence[tuple[Lamb, Sequence[Part], float]],
-    updates: Iterable[Tensor | None],
-    ratios: Iterable[float],
+    work: Sequence[tuple[Lamb, Parts, float]],
+    updates: Sequence[Tensor | None],
+    ratios: Sequence[float],
 ) -> None:
     """See `run.lamb_apply`."""
-    table, numbers = array("q"), array("d")
-    row, kept, ratio = 0, iter(updates), iter(ratios)
+    columns, numbers = _Columns(Lamb.states), array("d")
+    row = 0
     for rule, parts, factor in work:
-        for part in parts:
-            numbers.extend(rule.row(factor, next(ratio)))
-            table.extend(_entry(part._replace(clears_grad=False), row, rule.states, next(kept)))
-            row += 1
-    _call(native, _LAMB_APPLY, table, numbers)
+        for ratio in ratios[row : row + len(parts)]:
+            numbers.extend(rule.row(factor, ratio))
+        columns.add(replace(parts, clears=None), range(row, row + len(parts)))
+        row += len(parts)
+    columns.keep_updates(updates)
+    columns.call(native, _LAMB_APPLY, numbers)
 
 
-def _kept(part: Part) -> Tensor | None:
-    """Room for the update where the states, once rounded, no longer give it."""
-    is_exact = all(state.dtype == torch.float32 for state in part.states)
-    return None if is_exact else torch.empty(part.param.numel(), dtype=torch.float32)
-
-
-def _entry(part: Part, row: int, states: int, update: Tensor | None = None, squares: int = 0) -> tuple[int, ...]:
-    param, grad, own, step, values, clears_grad = part
-    first, second = own[0] if states else None, own[1] if states > 1 else None
-    code = DTYPE_CODES
-    return (
-        param.numel(),
-        param.data_ptr(),
-        grad.data_ptr(),
-        0 if first is None else first.data_ptr(),
-        0 if second is None else second.data_ptr(),
-        0 if values is None else values.data_ptr(),
-        0 if update is None else update.data_ptr(),
-        squares,
-        step.data_ptr(),
-        code[param.dtype]
-        | code[grad.dtype] << 8
-        | (0 if first is None else code[first.dtype]) << 16
-        | (0 if second is None else code[second.dtype]) << 24
-        | (0 if values is None else code[values.dtype]) << 32,
-        int(clears_grad),
-        row,
-    )
-
-
-def _call(native: NativeLibrary, code: int, table: array[int], numbers: array[float]) -> None:
-    function = native.function(
-        "ds_step", None, ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int32
-    )
-    count = len(table) // _ENTRY_NUMBERS
-    function(code, table.buffer_info()[0], count, numbers.buffer_info()[0], torch.get_num_threads())
-
-
-_ENTRY_NUMBERS = 12
+def _gathered(work: Sequence[tuple[Rule, Parts, float]]) -> tuple[_Columns, array[float]]:
+    columns, numbers = _Columns(work[0][0].states if work else 0), array("d")
+    for row, (rule, parts, factor) in enumerate(work):
+        numbers.extend(rule.row(factor))
+        columns.add(parts, [row] * len(parts))
+    return columns, numbers

@@ -1,16 +1,14 @@
-"""The tensors that a host step takes: what an engine hands to an optimizer, and what an optimizer hands to the kernels.
-
-Tuples, not classes with checks: a step makes one per tensor, thousands of times.
-"""
+"""The tensors that a host step takes: what an engine hands to an optimizer, and what an optimizer hands to the kernels."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["DTYPE_CODES", "KERNEL_DTYPES", "Part", "Update"]
+__all__ = ["DTYPE_CODES", "KERNEL_DTYPES", "Parts", "Update"]
 
 DTYPE_CODES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 """As `ds::Dtype` of csrc/core/step.h; 0 is no tensor."""
@@ -38,16 +36,29 @@ class Update(NamedTuple):
     """Write zeros over the gradient once it is read."""
 
 
-class Part(NamedTuple):
-    """One tensor of one call of the kernels. Dense, in host memory, of `KERNEL_DTYPES`, each tensor of its own dtype."""
+@dataclass
+class Parts:
+    """The tensors of one rule in one call of the kernels, as columns: number i of each list belongs to one parameter.
 
-    param: Tensor
+    Dense, in host memory, of `KERNEL_DTYPES`, each tensor of its own dtype. Columns, because a loop in Python over thousands
+    of small tensors would cost more than their update.
+    """
+
+    params: list[Tensor]
     """What is updated."""
 
-    grad: Tensor
-    states: tuple[Tensor, ...]
-    step: Tensor
-    """0-d fp32: how many updates it has had; counts up before the update."""
+    grads: list[Tensor]
+    states: list[list[Tensor]]
+    """One list for each state of the rule."""
 
-    values: Tensor | None = None
-    clears_grad: bool = False
+    steps: list[Tensor]
+    """0-d fp32: how many updates each has had; count up before the update."""
+
+    values: list[Tensor | None] | None = None
+    """As `Update.values`; None: nobody's."""
+
+    clears: list[bool] | None = None
+    """As `Update.clears_grad`; None: nobody's."""
+
+    def __len__(self) -> int:
+        return len(self.params)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.ops.host_step.native import lamb_apply_native, lamb_update_native, step_native
-from deepspeed.ops.host_step.parts import Part
+from deepspeed.ops.host_step.parts import Parts
 from deepspeed.ops.host_step.rules import Lamb, Rule
 from deepspeed.ops.host_step.twin import lamb_apply_twin, lamb_update_twin, step_twin
 from deepspeed.ops.native import library
@@ -20,7 +20,7 @@ from deepspeed.ops.native import library
 __all__ = ["lamb_apply", "lamb_update", "step"]
 
 
-def step(work: Sequence[tuple[Rule, Sequence[Part], float]]) -> None:
+def step(work: Sequence[tuple[Rule, Parts, float]]) -> None:
     """Update parameters and states: for each rule its parts, with gradients times its factor.
 
     Args:
@@ -37,7 +37,7 @@ def step(work: Sequence[tuple[Rule, Sequence[Part], float]]) -> None:
     _announce(work)
 
 
-def lamb_update(work: Sequence[tuple[Lamb, Sequence[Part], float]]) -> tuple[Tensor, list[Tensor | None]]:
+def lamb_update(work: Sequence[tuple[Lamb, Parts, float]]) -> tuple[Tensor, list[Tensor | None]]:
     """First pass of LAMB: take the gradients into the states.
 
     Returns:
@@ -51,9 +51,7 @@ def lamb_update(work: Sequence[tuple[Lamb, Sequence[Part], float]]) -> tuple[Ten
     return squares, [update for _, updates in found for update in updates]
 
 
-def lamb_apply(
-    work: Sequence[tuple[Lamb, Sequence[Part], float]], updates: Sequence[Tensor | None], ratios: Sequence[float]
-) -> None:
+def lamb_apply(work: Sequence[tuple[Lamb, Parts, float]], updates: Sequence[Tensor | None], ratios: Sequence[float]) -> None:
     """Second pass of LAMB: subtract each part's update times rate and ratio; `work` and `updates` as in the first pass."""
     native = library(Lamb.operator)
     if native is not None:
@@ -68,9 +66,7 @@ def lamb_apply(
         begin = end
 
 
-def _announce(work: Sequence[tuple[Rule, Sequence[Part], float]]) -> None:
+def _announce(work: Sequence[tuple[Rule, Parts, float]]) -> None:
     for _, parts, _ in work:
-        for part in parts:
-            torch.autograd.graph.increment_version(part.param)
-            if part.values is not None:
-                torch.autograd.graph.increment_version(part.values)
+        torch.autograd.graph.increment_version(parts.params)
+        torch.autograd.graph.increment_version([values for values in parts.values or () if values is not None])

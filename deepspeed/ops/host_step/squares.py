@@ -41,8 +41,13 @@ def sum_of_squares(flats: Sequence[Tensor]) -> Tensor:
     if native is None:
         return sum_of_squares_twin(flats)
     rows = array("q", [n for flat in flats for n in (flat.numel(), flat.data_ptr(), _CODES[flat.dtype])])
-    function = native.function("ds_sum_of_squares", ctypes.c_double, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32)
-    return torch.tensor(function(rows.buffer_info()[0], len(flats), torch.get_num_threads()), dtype=torch.float64)
+    function = native.function(
+        "ds_total_of_squares", ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
+    )
+    total = torch.zeros((), dtype=torch.float64)
+    if function(rows.buffer_info()[0], len(flats), torch.get_num_threads(), total.data_ptr()) != 0:
+        return sum_of_squares_twin(flats)  # no memory for its list of spans: the twin needs none
+    return total
 
 
 def sum_of_squares_twin(flats: Sequence[Tensor]) -> Tensor:

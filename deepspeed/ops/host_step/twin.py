@@ -10,17 +10,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from deepspeed.ops.host_step.parts import Part
+from deepspeed.ops.host_step.parts import Parts
 from deepspeed.ops.host_step.rules import Adagrad, Adam, Lamb, Lion, Rule, Sgd
 from deepspeed.ops.host_step.squares import sum_of_squares_twin
 
 __all__ = ["lamb_apply_twin", "lamb_update_twin", "step_twin"]
 
 Tensors = list[Tensor]
+
+
+class Part(NamedTuple):
+    """One row of `Parts`, or a range of it."""
+
+    param: Tensor
+    grad: Tensor
+    states: tuple[Tensor, ...]
+    step: Tensor
+    values: Tensor | None
+    clears_grad: bool
+
+
 Numbers = list[float]
 
 CHUNK_NUMEL = 1 << 17
@@ -50,23 +64,21 @@ class _Chunk:
                     part.states[number].copy_(wide)
 
 
-def step_twin(rule: Rule, parts: Sequence[Part], factor: float) -> None:
+def step_twin(rule: Rule, columns: Parts, factor: float) -> None:
     """See `run.step`, for one rule."""
     update = _UPDATES[type(rule)]
     with torch.no_grad():
-        for part in parts:
-            part.step.add_(1)
+        parts = _counted(columns)
         for chunk in _chunks(rule, parts, factor):
             update(rule, chunk)
             chunk.close()
 
 
-def lamb_update_twin(rule: Lamb, parts: Sequence[Part], factor: float) -> tuple[Tensor, Tensors]:
+def lamb_update_twin(rule: Lamb, columns: Parts, factor: float) -> tuple[Tensor, Tensors]:
     """See `run.lamb_update`."""
-    updates = [torch.empty(part.param.numel(), dtype=torch.float32) for part in parts]
+    updates = [torch.empty(p.numel(), dtype=torch.float32) for p in columns.params]
     with torch.no_grad():
-        for part in parts:
-            part.step.add_(1)
+        parts = _counted(columns)
         for part, whole in zip(parts, updates, strict=True):
             begin = 0
             for chunk in _chunks(rule, [part], factor):
@@ -83,16 +95,29 @@ def lamb_update_twin(rule: Lamb, parts: Sequence[Part], factor: float) -> tuple[
     return torch.stack(rows) if rows else torch.zeros(0, 2, dtype=torch.float64), updates
 
 
-def lamb_apply_twin(rule: Lamb, parts: Sequence[Part], updates: Sequence[Tensor], ratios: Sequence[float]) -> None:
+def lamb_apply_twin(rule: Lamb, columns: Parts, updates: Sequence[Tensor], ratios: Sequence[float]) -> None:
     """See `run.lamb_apply`."""
     with torch.no_grad():
-        for part, update, ratio in zip(parts, updates, ratios, strict=True):
+        for part, update, ratio in zip(_rows(columns), updates, ratios, strict=True):
             begin = 0
             for chunk in _chunks(rule, [part._replace(grad=update, clears_grad=False)], 1.0):
                 (p,), (u,) = chunk.params, chunk.grads
                 p.sub_(u.mul(rule.lr * ratio))
                 chunk.close(with_states=False)
                 begin += u.numel()
+
+
+def _rows(parts: Parts) -> list[Part]:
+    count = len(parts)
+    states = zip(*parts.states, strict=True) if parts.states else [()] * count
+    values, clears = parts.values or [None] * count, parts.clears or [False] * count
+    return [Part(*row) for row in zip(parts.params, parts.grads, states, parts.steps, values, clears, strict=True)]
+
+
+def _counted(parts: Parts) -> list[Part]:
+    for step in parts.steps:
+        step.add_(1)
+    return _rows(parts)
 
 
 def _chunks(rule: Rule, parts: Sequence[Part], factor: float) -> Iterator[_Chunk]:

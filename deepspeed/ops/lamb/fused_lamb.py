@@ -57,6 +57,7 @@ class FusedLamb(GroupOptimizer):
     elementwise: ClassVar[bool] = False
     needs_parameter_sums: ClassVar[bool] = True
     state_keys: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    _settings: ClassVar[tuple[str, ...]] = (*GroupOptimizer._settings, "sums", "_coeffs")
 
     def __init__(
         self,
@@ -81,7 +82,7 @@ class FusedLamb(GroupOptimizer):
         defaults: Group = {
             "lr": lr,
             "bias_correction": bias_correction,
-            "betas": tuple(betas),
+            "betas": betas,
             "eps": eps,
             "eps_inside_sqrt": eps_inside_sqrt,
             "weight_decay": weight_decay,
@@ -120,7 +121,7 @@ class FusedLamb(GroupOptimizer):
         found: list[tuple[Group, Batch]] = []
         for group in self.param_groups:
             parts, is_rest = self._collect_host(group, keys, copies)
-            if parts:
+            if len(parts):
                 work.append((group, parts))
             if is_rest:
                 found += [(group, batch) for batch in self._batches(group)]
@@ -170,7 +171,7 @@ class FusedLamb(GroupOptimizer):
             norms = torch.stack(torch._foreach_norm(batch.grads)).to(squares_G)
             squares_G[places[id(group)]].add_(norms.square().sum())
         for group, parts in work:
-            squares = host_step.sum_of_squares([part.grad for part in parts]) * factor**2
+            squares = host_step.sum_of_squares(parts.grads) * factor**2
             squares_G[places[id(group)]].add_(squares.to(squares_G))
         norms_G = self.sums.of_all(squares_G).sqrt()
         scales = {

@@ -74,7 +74,7 @@ class FusedLion(_Lion):
         weight_decay: float = 0.0,
         set_grad_none: bool = True,
     ) -> None:
-        defaults: Group = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}
+        defaults: Group = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
         super().__init__(params, defaults, set_grad_none=set_grad_none)
 
 
@@ -102,5 +102,5 @@ class DeepSpeedCPULion(_Lion):
         weight_decay: float = 0.0,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        defaults: Group = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}
+        defaults: Group = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
         super().__init__(model_params, defaults, fp32_states=fp32_optimizer_states)

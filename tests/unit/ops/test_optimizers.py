@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -434,3 +435,65 @@ def test_backward_through_a_graph_from_before_a_step_is_refused(kind: Any) -> No
     train(kind(params, lr=0.1), 1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
+@pytest.mark.parametrize("kind", ALL)
+def test_a_copy_of_an_optimizer_steps_as_it_does(kind: Any, copied: Callable[[Any], Any]) -> None:
+    options = {"adamw_mode": False} if kind is DeepSpeedCPUAdam else {}
+    optimizer = kind(parameters(), lr=0.1, weight_decay=0.1, **options)
+    train(optimizer, 2)
+    other = copied(optimizer)
+    other.zero_grad()
+    train(optimizer, 2, seed=5)
+    train(other, 2, seed=5)
+    assert_equal(other.param_groups[0]["params"], optimizer.param_groups[0]["params"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "theirs"),
+    [(FusedAdam, torch.optim.AdamW), (DeepSpeedCPUAdam, torch.optim.AdamW), (DeepSpeedCPUAdagrad, torch.optim.Adagrad)],
+)
+def test_a_state_dict_of_torchs_optimizer_loads_and_steps_on(kind: Any, theirs: Any) -> None:
+    params, others = parameters(), parameters()
+    reference = theirs(params, lr=1e-2, weight_decay=0.1)
+    train(reference, 2)
+    ours = kind(others)
+    for p, q in zip(others, params, strict=True):
+        p.data.copy_(q.data)
+    ours.load_state_dict(copy.deepcopy(reference.state_dict()))
+    train(reference, 2, seed=5)
+    train(ours, 2, seed=5)
+    assert_equal(others, params, **FIVE_FP32_STEPS)
+
+
+@pytest.mark.parametrize("name", ["amsgrad", "maximize"])
+def test_a_state_dict_that_asks_for_more_is_refused(name: str) -> None:
+    optimizer = FusedAdam(parameters())
+    saved = torch.optim.AdamW(parameters(), **{name: True}).state_dict()
+    with pytest.raises(RuntimeError, match=f"{name}=True, which this optimizer does not have"):
+        optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_what_no_step_could_serve_is_refused_in_words_at_any_step(kind: Any) -> None:
+    p = torch.nn.Parameter(torch.ones(4, 2))
+    optimizer = kind([p])
+    p.grad = torch.ones(4, 2)
+    optimizer.step()
+    p.grad = torch.ones(4, 2).to_sparse()
+    with pytest.raises(RuntimeError, match=r"sparse gradient of shape \(4, 2\)"):
+        optimizer.step()
+    wave = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    wave.grad = torch.ones(2, dtype=torch.complex64)
+    with pytest.raises(RuntimeError, match=r"complex parameter"):
+        kind([wave]).step()
+
+
+@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize("wrong", [{"lr": "x"}, {"betas": 0.9}])
+def test_hyperparameters_of_another_type_are_refused_in_words(kind: Any, wrong: dict[str, Any]) -> None:
+    if kind is DeepSpeedCPUAdagrad and "betas" in wrong:
+        pytest.skip("Adagrad has no betas")
+    with pytest.raises(ValueError, match=r"needed"):
+        kind(parameters(), **wrong)
