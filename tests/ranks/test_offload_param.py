@@ -5,6 +5,7 @@ The separate form of the host tier, which a CPU has no use for, is forced throug
 
 from __future__ import annotations
 
+import copy
 import errno
 import functools
 import itertools
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 import deepspeed
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.errors import CheckpointError, CommError, ConfigError, FileIoError, UsageError
-from deepspeed.offload import placement
+from deepspeed.offload import placement, shard_file
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.aio.engine import IoEngine
 from deepspeed.ops.lion import DeepSpeedCPULion
@@ -328,6 +329,37 @@ def _built(rank: int, world_size: int, folder: Path, model_name: str) -> list[An
 def test_a_model_that_is_built_in_files_trains_as_one_built_in_memory(model: str, world_size: int, tmp_path: Path) -> None:
     assert run_ranks(_built, world_size, tmp_path, model) == [[[], []]] * world_size
     assert list(tmp_path.iterdir()) == []
+
+
+def _copied(rank: int, world_size: int, folder: Path) -> bool:
+    block = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(folder), **NOTHING_STAYS}}
+    with deepspeed.zero.Init(config_dict_or_path={"zero_optimization": block}):
+        model = build(TiedGpt)
+    twin = copy.deepcopy(model)
+    with deepspeed.zero.GatheredParameters(model.parameters()), deepspeed.zero.GatheredParameters(twin.parameters()):
+        pairs = zip(model.parameters(), twin.parameters(), strict=True)
+        return all(one is not other and torch.equal(one, other) for one, other in pairs)
+
+
+def test_a_model_in_files_can_be_copied(tmp_path: Path) -> None:
+    assert run_ranks(_copied, 2, tmp_path) == [True, True]
+
+
+def _no_room_to_build(rank: int, world_size: int, folder: Path) -> str:
+    def full(fd: int, start: int, nbytes: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if rank == 1:
+        shard_file.os.posix_fallocate = full
+    block = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(folder), **NOTHING_STAYS}}
+    with pytest.raises(FileIoError) as caught, deepspeed.zero.Init(config_dict_or_path={"zero_optimization": block}):
+        build(TiedGpt)
+    return str(caught.value)
+
+
+def test_a_rank_without_room_for_the_model_stops_all_while_it_is_built(tmp_path: Path) -> None:
+    texts = run_ranks(_no_room_to_build, 3, tmp_path)
+    assert all("rank 1" in text and "shards needs 4096 bytes by now" in text for text in texts), texts
 
 
 # -- reads overlap ----------------------------------------------------------------------------------------------------
