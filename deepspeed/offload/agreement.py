@@ -50,6 +50,5 @@ def together(axis: AxisGroup, device: torch.device) -> Iterator[None]:
     found: list[Any] = [None] * axis.size
     comm.all_gather_object(found, None if own is None else (own.errno or errno.EIO, str(own)), group=axis.group)
     rank, (number, text) = next((rank, each) for rank, each in enumerate(found) if each is not None)
-    if own is not None and axis.rank == rank:
-        raise own
-    raise FileIoError(number, f"rank {axis.ranks[rank]} {text}") from own
+    known = text if text.startswith("rank ") else f"rank {axis.ranks[rank]} {text}"  # one `together` may be inside another
+    raise FileIoError(number, known) from own

@@ -57,6 +57,7 @@ class SwapFolder:
         Raises:
             FileIoError: the system refuses to make it.
         """
+        parent = parent.expanduser().absolute()  # the current folder may be another one when it is removed
         try:
             parent.mkdir(parents=True, exist_ok=True)
             with _locked(parent):
@@ -134,6 +135,8 @@ def _remove(path: Path, lock: int, owner_pid: int) -> None:
     if os.getpid() != owner_pid:
         return
     shutil.rmtree(path, ignore_errors=True)
+    if path.exists():
+        _logger.warning("%s could not be removed. Remove it by hand.", path)
     with contextlib.suppress(OSError):  # the file system has no locks
         fcntl.flock(lock, fcntl.LOCK_UN)  # also where a forked process has it open too
     os.close(lock)

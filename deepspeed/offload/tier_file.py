@@ -11,19 +11,22 @@ Called by `zero.masters` and `zero.disk_residence`. Does not live here: the fold
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from deepspeed.errors import FileIoError
 from deepspeed.offload.sub_groups import PAGE_NBYTES, aligned
 from deepspeed.ops.aio.engine import IoEngine, aligned_empty
 
 __all__ = ["TierFile", "bytes_of", "read_new"]
 
 _WINDOW_NBYTES = 4 << 20
-_LARGEST_GAP_NBYTES = 63  # padding up to a border of 64 bytes: nothing begins inside it
+_LARGEST_GAP_NBYTES = 63  # padding up to a border of 64 bytes; read, because a caller may write less than is there
 
 
 class TierFile:
@@ -85,6 +88,21 @@ class TierFile:
         self._write_window()
         self._window = None
 
+    def restore(self) -> None:
+        """Give the file its length again where somebody has cut it: all of it is about to be written anew.
+
+        Raises:
+            FileIoError: the system refuses.
+        """
+        whole_nbytes = aligned(max(self.nbytes, 1))
+        try:
+            if os.stat(self.file.path).st_size < whole_nbytes:
+                os.truncate(self.file.path, whole_nbytes)
+        except OSError as error:
+            raise FileIoError(
+                error.errno or errno.EIO, f"cannot give {self.file.path} its {whole_nbytes} bytes again: {error.strerror}."
+            ) from error
+
     def close(self) -> None:
         """Let go of the file; what waits to be written is dropped."""
         self._window = None
@@ -98,7 +116,7 @@ class TierFile:
             self._write_window()
             self._begin = self._end = start
         if start > self._end:
-            self._memory(self._end, start - self._end).zero_()
+            self._io.read(self.file, self._end, self._memory(self._end, start - self._end)).wait()
             self._end = start
         return _WINDOW_NBYTES - self._filled_until(start)
 

@@ -21,7 +21,7 @@ Does not live here: the walk (`zero.master`, the caller), how much is in memory 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,7 +178,7 @@ class DiskResidence:
             is_write_behind=self._settings.is_write_behind,
             is_pinned=self._settings.is_pinned,
         )
-        with self.agreeing():
+        with together(self._axis, self._device):
             self._states = TierFile(self._io, self._folder.path / "states", used)
         flats: dict[int, FlatGroup] = {id(s.flat): s.flat for batch in batches for s in batch.slices}
         self._files = [self._states, *(f.masters.file for f in flats.values() if isinstance(f.masters, FileMasters))]
@@ -209,7 +209,8 @@ class DiskResidence:
 
     @contextmanager
     def agreeing(self) -> Iterator[None]:
-        """See `Residence`. Where one rank's walk fails, state is torn on all ([Note: torn])."""
+        """See `Residence`. Where one rank's walk fails, state is torn on all ([Note: torn]), and all are told at once."""
+        self._require_whole()
         walks_before = self._walks
         try:
             with together(self._axis, self._device):
@@ -276,16 +277,22 @@ class DiskResidence:
         run.has_states = run.has_states or bool(stand_ins)
         return stand_ins
 
-    def mend(self) -> None:
+    @contextmanager
+    def renewing(self) -> Iterator[None]:
         """See `Residence`."""
+        self._is_torn = True
+        with together(self._axis, self._device):
+            self._states.restore()
+            yield
         self._is_torn = False
 
     def close(self) -> None:
         """See `Residence`."""
-        for file in self._files:
-            file.close()
-        self._io.close()
-        self._folder.close()
+        with ExitStack() as stack:  # each of them, whatever another one meets
+            stack.callback(self._folder.close)
+            stack.callback(self._io.close)
+            for file in self._files:
+                stack.callback(file.close)
 
     def _state_at(self, s: Slice, key: str) -> tuple[int, torch.dtype]:
         run, number = self._run_of[id(s.param)]

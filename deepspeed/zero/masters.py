@@ -69,6 +69,9 @@ class Masters(Protocol):
     def blocks(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """The range in parts that are small enough to be in memory one at a time."""
 
+    def restore(self) -> None:
+        """All of them are about to be written anew: make good what was lost of their place."""
+
     def buffers(self) -> list[Tensor]:
         """All memory that they keep."""
 
@@ -120,6 +123,9 @@ class MemoryMasters:
     def blocks(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """See `Masters`: the range itself."""
         yield start, stop
+
+    def restore(self) -> None:
+        """See `Masters`."""
 
     def buffers(self) -> list[Tensor]:
         """See `Masters`."""
@@ -190,6 +196,10 @@ class FileMasters:
         """See `Masters`."""
         for begin in range(start, stop, _BLOCK_NUMEL):
             yield begin, min(begin + _BLOCK_NUMEL, stop)
+
+    def restore(self) -> None:
+        """See `Masters`."""
+        self.file.restore()
 
     def buffers(self) -> list[Tensor]:
         """See `Masters`."""

@@ -55,8 +55,8 @@ class Residence(Protocol):
     def put_away(self, s: Slice, state: dict[str, Any]) -> dict[str, Tensor]:
         """Take new state tensors of a slice out of `state`, to where they rest; gives what stands in their place."""
 
-    def mend(self) -> None:
-        """All masters and state were replaced: what an update that failed half way had left is gone."""
+    def renewing(self) -> AbstractContextManager[None]:
+        """All state is put away anew inside, masters were before: what a failed update has left is gone. Collective."""
 
     def close(self) -> None:
         """Let go of everything. Not collective."""
@@ -97,8 +97,9 @@ class InMemory:
         """See `Residence`: it may stay."""
         return {}
 
-    def mend(self) -> None:
+    def renewing(self) -> AbstractContextManager[None]:
         """See `Residence`."""
+        return nullcontext()
 
     def close(self) -> None:
         """See `Residence`."""

@@ -19,10 +19,13 @@ import torch
 from torch import Tensor
 
 from deepspeed.common.deferred import DeferredTensor, loaded
-from deepspeed.errors import CheckpointError
+from deepspeed.common.logging import get_logger
+from deepspeed.errors import CheckpointError, FileIoError, UsageError
 from deepspeed.sharding import Fragment, even_range
 from deepspeed.zero.flat import FlatGroup, NamedParameter
-from deepspeed.zero.master import MasterWeights, Slice
+from deepspeed.zero.master import BESIDE, MasterWeights, Slice
+
+logger = get_logger(__name__)
 
 Scalars = dict[str, dict[str, Any]]
 """Parameter name -> state key -> plain number, bool or None."""
@@ -46,11 +49,16 @@ def state_pieces(master: MasterWeights, parts: int = 1, part: int = 0) -> Iterat
     """
     for s in master.slices:
         low, high = even_range(s.flat.layout.shard_numel, parts, part)
-        for key, value in master.state_of(s).items():
+        beside = master.kept_beside(s)
+        for key, value in {**master.state_of(s), **beside}.items():
             if _is_sliced(key, value, s):
                 for f in s.flat.own_fragments(max(low, s.start), min(high, s.stop)):
                     begin = f.buffer_start - s.start
-                    values = master.residence.read_state(s, key, begin, begin + f.numel)
+                    values: Tensor | DeferredTensor
+                    if key in beside:
+                        values = value.reshape(-1)[begin : begin + f.numel]
+                    else:
+                        values = master.residence.read_state(s, key, begin, begin + f.numel)
                     yield StatePiece(s.flat.members[f.index], s.flat.shapes[f.index], key, f.param_start, values)
 
 
@@ -92,7 +100,7 @@ def state_scalars(master: MasterWeights) -> Scalars:
     """All state that is not tensors of the slice's size, by parameter name."""
     scalars: Scalars = {}
     for s in master.slices:
-        state = master.state_of(s)
+        state = {**master.state_of(s), **master.kept_beside(s)}
         plain = {key: _plain(value) for key, value in state.items() if not _is_sliced(key, value, s)}
         for member, *_ in s.pieces():
             scalars.setdefault(member.name, {}).update(plain)
@@ -117,11 +125,13 @@ def load_state(
         agreed: as `agree_on_scalars` gives them.
         groups: hyperparameters per group (`lr`, `betas`, ...); None keeps the present ones.
     """
-    state, away = {}, {}
-    for number, counters in agreed.items():
-        s = master.slices[number]
-        state[number] = {**counters, **_joined(s, master.state_of(s), keys, dtype, read)}
-        away[number] = master.residence.put_away(s, state[number])
+    state, away, beside = {}, {}, {}
+    with master.residence.renewing():
+        for number, counters in agreed.items():
+            s = master.slices[number]
+            state[number] = {**counters, **_joined(s, master.state_of(s), keys, dtype, read)}
+            beside[s] = {key: state[number].pop(key) for key in list(state[number]) if key.startswith(BESIDE)}
+            away[number] = master.residence.put_away(s, state[number])
     present = master.optimizer.state_dict()["param_groups"]
     if groups is not None:
         present = [{**group, **loaded, "params": group["params"]} for group, loaded in zip(present, groups, strict=True)]
@@ -132,7 +142,7 @@ def load_state(
     master.optimizer.load_state_dict({"state": by_order, "param_groups": present})
     for number, stand_ins in away.items():
         master.optimizer.state[master.slices[number].param].update(stand_ins)
-    master.residence.mend()
+    master.adopt_beside(beside)
 
 
 def whole_state_dict(master: MasterWeights) -> dict[str, Any]:
@@ -226,27 +236,35 @@ def hand_back(master: MasterWeights) -> None:
     """Inverse of `carry_state`: the optimizer holds the model's parameters again, each with its own state.
 
     State keeps its dtype: after 16-bit training it is that of the masters. Where state is sharded over ranks the optimizer
-    starts anew: bringing it together would take every rank, and this is not a collective call (a checkpoint keeps it).
+    starts anew: bringing it together would take every rank, and this is not a collective call (a checkpoint keeps it). It
+    does so too, with a warning, where state on a disk cannot be read.
     """
-    if any(flat.axis.size > 1 for flat in master.flats):
-        for s in master.slices:
-            master.optimizer.state.pop(s.param, None)
-        master.unshow()
-        return
+    try:
+        whole = {} if any(flat.axis.size > 1 for flat in master.flats) else _whole_states(master)
+    except (FileIoError, UsageError) as error:
+        logger.warning("the optimizer starts anew, because its state could not be read: %s", error)
+        whole = {}
+    for s in master.slices:
+        master.optimizer.state.pop(s.param, None)
+    master.optimizer.state.update(whole)
+    master.unshow()
+
+
+def _whole_states(master: MasterWeights) -> dict[Tensor, dict[str, Any]]:
+    """State of each of the model's parameters, whole; for one rank that has all of it."""
     scalars = state_scalars(master)
     pieces: dict[str, dict[str, list[StatePiece]]] = {}
     for piece in state_pieces(master):
         pieces.setdefault(piece.member.name, {}).setdefault(piece.key, []).append(piece)
-    for s in master.slices:
-        master.optimizer.state.pop(s.param, None)
+    whole: dict[Tensor, dict[str, Any]] = {}
     for member, shape in ((m, shape) for flat in master.flats for m, shape in zip(flat.members, flat.shapes, strict=True)):
         tensors = {
             key: torch.cat([loaded(piece.values) for piece in sorted(found, key=lambda piece: piece.start)]).view(shape)
             for key, found in pieces.get(member.name, {}).items()
         }
         if state := {**_loadable(scalars.get(member.name, {})), **tensors}:
-            master.optimizer.state[member.param] = state
-    master.unshow()
+            whole[member.param] = state
+    return whole
 
 
 def _is_sliced(key: str, value: Any, s: Slice) -> bool:

@@ -246,29 +246,62 @@ def test_two_engines_share_a_folder(tmp_path: Path) -> None:
 # -- faults -----------------------------------------------------------------------------------------------------------
 
 
-def _cut_short(rank: int, world_size: int, folder: str) -> str:
-    engine = _engine(_nvme(folder))
-    train(engine, _batches(world_size, 0, 2), rank)
-    engine.save_checkpoint(folder + "/saved")
-    wanted = _whole(engine)
+def _cut(folder: str, rank: int) -> None:
+    """Rank 1's files lose all that is in them."""
     if rank == 1:
         (own,) = Path(folder).glob("deepspeed-tier-*rank1*")
-        os.truncate(own / "states", 0)
+        for file in own.iterdir():
+            os.truncate(file, 0)
+
+
+def _cut_short(rank: int, world_size: int, folder: str, stage: int) -> str:
+    undisturbed = _engine(None, stage)
+    train(undisturbed, _batches(world_size, 0, 4), rank)
+    engine = _engine(_nvme(folder), stage)
+    train(engine, _batches(world_size, 0, 2), rank)
+    engine.save_checkpoint(folder + "/saved")
+    _cut(folder, rank)
     with pytest.raises(FileIoError) as failure:
         train(engine, _batches(world_size, 2, 1), rank)
-    with pytest.raises(UsageError, match=r"failed half way\. Load a checkpoint"):
-        train(engine, _batches(world_size, 2, 1), rank)
+    for look in (lambda: train(engine, _batches(world_size, 2, 1), rank), lambda: masters(engine), lambda: moments(engine)):
+        with pytest.raises(UsageError, match=r"failed half way\. Load a checkpoint"):
+            look()
+    for _ in range(2):  # the second time nothing has failed, but files are cut again
+        engine.load_checkpoint(folder + "/saved")
+        _cut(folder, rank)
     engine.load_checkpoint(folder + "/saved")
-    assert _same(_whole(engine), wanted)  # good as new
+    train(engine, _batches(world_size, 2, 2), rank)
+    assert _same(_whole(engine), _whole(undisturbed))  # good as new
+    engine.destroy()
     return str(failure.value)
 
 
-def test_a_file_that_became_shorter_is_an_error_on_all_ranks(tmp_path: Path) -> None:
-    first, second, third = run_ranks(_cut_short, 3, str(tmp_path), timeout_seconds=100)
-    assert first == third
-    assert first.startswith("rank 1 cannot read ")
-    assert "states" in second
-    assert "the file ends at byte" in second
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_file_that_became_shorter_is_an_error_on_all_ranks_and_a_load_mends_it(stage: int, tmp_path: Path) -> None:
+    texts = run_ranks(_cut_short, 3, str(tmp_path), stage, timeout_seconds=100)
+    assert len(set(texts)) == 1
+    assert texts[0].startswith("rank 1 cannot read ")
+    assert "the file ends at byte" in texts[0]
+    assert not list(tmp_path.glob("deepspeed-tier-*"))
+
+
+def _destroyed_after_a_fault(rank: int, world_size: int, folder: str) -> None:
+    model = build(TiedGpt, dtype=torch.float32)
+    optimizer = DeepSpeedCPUAdam(model.parameters(), lr=1e-2)
+    engine = make_engine(model, config(**zero(3, offload_optimizer=_nvme(folder), sub_group_size=192)), optimizer=optimizer)
+    train(engine, _batches(world_size, 0, 2), rank)
+    for file in next(Path(folder).iterdir()).iterdir():
+        os.truncate(file, 0)
+    with pytest.raises(FileIoError):
+        train(engine, _batches(world_size, 2, 1), rank)
+    engine.destroy()
+    assert list(Path(folder).iterdir()) == []
+    assert not optimizer.state  # starts anew, as a warning has said
+    assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {id(p) for p in model.parameters()}
+
+
+def test_an_engine_is_taken_apart_after_a_fault_too(tmp_path: Path) -> None:
+    run_ranks(_destroyed_after_a_fault, 1, str(tmp_path))
 
 
 def _no_space(rank: int, world_size: int, folder: str) -> str:
@@ -283,6 +316,7 @@ def test_space_that_one_rank_lacks_is_an_error_on_all_ranks_before_training(tmp_
     texts = run_ranks(_no_space, 2, str(tmp_path))
     assert texts[0].startswith("rank 1 ")
     assert all("/states" in text for text in texts)
+    assert texts[0] == texts[1]
 
 
 # -- what is refused before work --------------------------------------------------------------------------------------

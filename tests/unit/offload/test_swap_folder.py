@@ -41,6 +41,22 @@ def test_a_folder_is_made_and_removed(tmp_path: Path) -> None:
     assert list(parent.iterdir()) == []
 
 
+def test_a_relative_path_means_the_folder_of_that_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    folder = SwapFolder.claim(Path("tier"), "rank0")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    folder.close()
+    assert list((tmp_path / "tier").iterdir()) == []
+
+
+def test_the_home_folder_may_be_written_with_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = SwapFolder.claim(Path("~/tier"), "rank0")
+    assert folder.path.parent == tmp_path / "tier"
+    folder.close()
+
+
 def test_the_folder_of_a_killed_process_is_removed_by_the_next_one(tmp_path: Path) -> None:
     process, abandoned = _start(tmp_path)
     process.send_signal(signal.SIGKILL)
