@@ -10,7 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#define DS_ABI_VERSION 1
+#define DS_ABI_VERSION 2
 #define DS_EXPORT extern "C" __attribute__((visibility("default")))
 
 // DS_ABI_VERSION of the library that was loaded.
@@ -33,17 +33,19 @@ DS_EXPORT const char* ds_operators(void);
 DS_EXPORT const char* ds_flags(void);
 DS_EXPORT const char* ds_isa_flags(void);
 
-// Copy `count` blocks of memory, with stores that go around the cache.
-DS_EXPORT void ds_copy(void* const* to, const void* const* from, const int64_t* nbytes, int64_t count, int32_t threads);
+// Copy `count` blocks of memory, with stores that go around the cache. 0, or -ENOMEM.
+DS_EXPORT int32_t ds_copy(void* const* to, const void* const* from, const int64_t* nbytes, int64_t count, int32_t threads);
 
 // Quantise `numel` values, in blocks of `block_numel` (the last may be shorter), to `bits` (8 or 4) each.
 //
-//   dtype 1 fp32, 2 bf16, 3 fp16 (Dtype of core/step.h).   symmetric: code = round(value / scale), two's complement, zeros is not touched
+//   symmetric: code = round(value / scale), two's complement; zeros is not touched
 //   else:      code = round((value - zero) / scale), unsigned
 //
-// codes: numel bytes, or (numel + 1) / 2 for 4 bits. noise: numel values in [0, 1) to round at random, or null. With 4 bits
-// and more than one block, block_numel is even. A block with a value that is not finite gets the scale NaN, hence comes back
-// as NaN. -EINVAL for other dtypes, bits or block sizes.
+// dtype: 1 fp32, 2 bf16, 3 fp16. codes: numel bytes, or (numel + 1) / 2 for 4 bits. noise: numel values in [0, 1) to round at
+// random, or null. With 4 bits and more than one block, block_numel is even. A block with a value that is not finite gets the
+// scale NaN, hence comes back as NaN; so does, if not symmetric, one whose least and greatest differ by more than fp32 holds. A
+// block for which 2^bits / size is more than that (size below some 2^-120) gets zeros. -EINVAL for other dtypes, bits or block
+// sizes; -ENOMEM.
 DS_EXPORT int32_t ds_quantize(const void* values, int32_t dtype, int64_t numel, int64_t block_numel, int32_t bits,
                               int32_t symmetric, const float* noise, uint8_t* codes, float* scales, float* zeros, int32_t threads);
 

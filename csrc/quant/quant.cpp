@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <new>
 #include <vector>
 
 #include "core/isa.h"
@@ -148,16 +149,20 @@ int32_t ds_quantize(const void* values, int32_t dtype, int64_t numel, int64_t bl
   if (is_wrong(dtype, numel, block_numel, bits)) return -EINVAL;
   const ds::QuantRun run = {values, static_cast<ds::Dtype>(dtype), noise, codes, bits, 0.0f, 0.0f, 0.0f, 0.0f};
   const Quantizer quantizer(run, {numel, block_numel}, symmetric != 0, scales, zeros);
-  if (block_numel <= kPiece) {
-    quantizer.small(threads);
-  } else {
-    quantizer.large(threads);
+  try {
+    if (block_numel <= kPiece) {
+      quantizer.small(threads);
+    } else {
+      quantizer.large(threads);
+    }
+  } catch (const std::bad_alloc&) {
+    return -ENOMEM;
   }
   return 0;
 }
 
-int32_t ds_dequantize(const uint8_t* codes, int64_t numel, int64_t block_numel, int32_t bits, int32_t symmetric, const float* scales,
-                      const float* zeros, void* values, int32_t dtype, int32_t threads) {
+int32_t ds_dequantize(const uint8_t* codes, int64_t numel, int64_t block_numel, int32_t bits, int32_t symmetric,
+                      const float* scales, const float* zeros, void* values, int32_t dtype, int32_t threads) {
   if (is_wrong(dtype, numel, block_numel, bits)) return -EINVAL;
   const Blocks blocks = {numel, block_numel};
   const ds::Kernels& kernels = ds::kernels();
@@ -165,7 +170,7 @@ int32_t ds_dequantize(const uint8_t* codes, int64_t numel, int64_t block_numel, 
   const int64_t each = std::max<int64_t>(1, kPiece / block_numel);
   const int64_t pieces = (block_numel + kPiece - 1) / kPiece;
   const int64_t tasks = (blocks.count() + each - 1) / each * pieces;
-  ds::parallel(tasks, threads, [&](int64_t task) {
+  const auto dequantize = [&](int64_t task) {
     const int64_t first = task / pieces * each;
     const int64_t piece = task % pieces * kPiece;
     for (int64_t block = first; block < std::min(first + each, blocks.count()); ++block) {
@@ -175,6 +180,11 @@ int32_t ds_dequantize(const uint8_t* codes, int64_t numel, int64_t block_numel, 
       const ds::DequantRun run = {codes, bits, symmetric != 0, scales[block], zero, values, static_cast<ds::Dtype>(dtype)};
       kernels.dequantize(run, blocks.start(block) + piece, n);
     }
-  });
+  };
+  try {
+    ds::parallel(tasks, threads, dequantize);
+  } catch (const std::bad_alloc&) {
+    return -ENOMEM;
+  }
   return 0;
 }

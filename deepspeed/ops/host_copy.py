@@ -34,14 +34,16 @@ def copy_host(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
         return
     count = len(fit)
     pointers, numbers = ctypes.c_void_p * count, ctypes.c_int64 * count
-    function = native.function("ds_copy", None, pointers, pointers, numbers, ctypes.c_int64, ctypes.c_int32)
-    function(
+    function = native.function("ds_copy", ctypes.c_int32, pointers, pointers, numbers, ctypes.c_int64, ctypes.c_int32)
+    status = function(
         pointers(*(to.data_ptr() for to, _ in fit)),
         pointers(*(of.data_ptr() for _, of in fit)),
         numbers(*(of.nbytes for _, of in fit)),
         count,
         torch.get_num_threads(),
     )
+    if status != 0:  # no memory for its list: torch's call needs none
+        copy_host_twin(fit)
 
 
 def copy_host_twin(copies: Sequence[tuple[Tensor, Tensor]]) -> None:

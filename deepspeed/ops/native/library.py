@@ -18,7 +18,7 @@ from deepspeed.ops.native.record import build_record
 
 __all__ = ["ABI_VERSION", "NativeLibrary", "absence", "library"]
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 """Of csrc/native.h, as this package calls it."""
 
 _MODULE = "deepspeed.ops.native._deepspeed_native"  # found like an extension module, so that editable installs serve too

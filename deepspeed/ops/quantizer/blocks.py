@@ -9,7 +9,9 @@
     asymmetric   s = (max x - min x) / (2^bits - 1)  code = round((x - min x) / s)        x' = code * s + z,  z = min x
 
 So |x - x'| is at most s / 2 and a last place, and below s with stochastic rounding, whose mean is x. A block that holds a
-value that is not finite comes back as NaN throughout: an overflow stays visible. Arithmetic is fp32 for every dtype.
+value that is not finite comes back as NaN throughout: an overflow stays visible. Arithmetic is fp32 for every dtype, so two
+kinds of blocks are outside the bound: where 2^bits / s is too large for fp32 (values below some 2^-120) all come back as 0,
+or as min x; and where max x - min x is, asymmetric codes come back as NaN.
 
     native    csrc/quant: one pass over host memory, the block's extremes found while it is in the cache
     twin      the same operations on torch's calls, equal bits; on devices, and where the library is absent
@@ -23,6 +25,7 @@ Not here: rounding in place of storing (`rounding`). For collectives of quantise
 from __future__ import annotations
 
 import ctypes
+import errno
 import math
 from typing import NamedTuple
 
@@ -189,7 +192,7 @@ def _quantize(
     places = (_place(noise_N), _place(codes), _place(scales_B), _place(zeros_B))
     function = native.function("ds_quantize", _INT, *_QUANTIZE)
     status = function(_place(flat_N), kind, numel, block_numel, bits, symmetric, *places, torch.get_num_threads())
-    assert status == 0  # it refuses what `_check` refuses
+    _check_status(status)
     return QuantizedBlocks(codes, scales_B, zeros_B)
 
 
@@ -199,6 +202,12 @@ def _dequantize(native: NativeLibrary, quantized: QuantizedBlocks, bits: int, bl
     function = native.function("ds_dequantize", _INT, *_DEQUANTIZE)
     sizes = (out.numel(), block_numel, bits, zeros_B is None)
     status = function(_place(codes), *sizes, *places, _KINDS[out.dtype], torch.get_num_threads())
+    _check_status(status)
+
+
+def _check_status(status: int) -> None:
+    if status == -errno.ENOMEM:
+        raise MemoryError("block quantisation found no memory for its own bookkeeping.")
     assert status == 0  # it refuses what `_check` refuses
 
 
