@@ -405,6 +405,21 @@ def clipping_needs_the_norm(config: DeepSpeedConfig) -> Iterable[Fault]:
         yield Fault("zero_optimization.compute_grad_norm", False, needed, "Leave it out, or set gradient_clipping to 0.")
 
 
+def zenflow_averages_over_full_masters(config: DeepSpeedConfig) -> Iterable[Fault]:
+    """ZenFlow sums gradients over several updates: of their mean over ranks, for masters that do not round them away."""
+    if config.zero_optimization.zenflow is None or config.zero_optimization.stage == 0:
+        return
+    if config.gradient_allreduce_op == "sum":
+        needed = 'needed "mean" with zero_optimization.zenflow'
+        yield Fault("gradient_allreduce_op", "sum", needed, "Leave it out.")
+    for key, is_on in (
+        ("fp16.fp16_master_weights_and_grads", config.fp16.enabled and config.fp16.fp16_master_weights_and_grads),
+        ("bf16.bf16_master_weights_and_grads", config.bf16.enabled and config.bf16.bf16_master_weights_and_grads),
+    ):
+        if is_on:
+            yield Fault(key, True, "needed false with zero_optimization.zenflow", "Leave one of the two out.")
+
+
 def elasticity_chooses_the_batch(config: DeepSpeedConfig) -> Iterable[Fault]:
     """With elasticity on, batch sizes are its business."""
     if config.elasticity.enabled and not config.elasticity.ignore_non_elastic_batch_info:
@@ -427,6 +442,10 @@ CROSS_CHECKS: tuple[CrossCheck, ...] = (
     CrossCheck(parameters_have_the_mode, ("fp16.enabled", "bf16.enabled", "data_types.param_dtype")),
     CrossCheck(amp_stands_alone, ("amp.enabled", "fp16.enabled", "zero_optimization.stage")),
     CrossCheck(clipping_needs_the_norm, ("zero_optimization.compute_grad_norm", "gradient_clipping")),
+    CrossCheck(
+        zenflow_averages_over_full_masters,
+        ("zero_optimization.zenflow", "gradient_allreduce_op", "fp16.enabled", "bf16.enabled"),
+    ),
     CrossCheck(elasticity_chooses_the_batch, ("elasticity.enabled",)),
     CrossCheck(tiers_copy_whole_folders, ("nebula.enabled", "checkpoint.use_node_local_storage")),
 )

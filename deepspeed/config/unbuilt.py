@@ -63,15 +63,6 @@ _OPTIMIZERS = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "
 _STAGE = "zero_optimization.stage"
 
 UNBUILT: tuple[Unbuilt, ...] = (
-    Unbuilt("zero_optimization.offload_optimizer.super_offload", _OFF, only_with=_STAGE),
-    Unbuilt(
-        "zero_optimization.offload_optimizer.ratio",
-        "Use 1.0, or leave it out.",
-        lambda ratio: ratio is not None and ratio < 1,
-        _STAGE,
-        "1 works; less is not built yet",
-    ),
-    Unbuilt("zero_optimization.zenflow", _OFF, _is_there, _STAGE),
     Unbuilt("zero_optimization.zero_hpz_partition_size", _OFF, _above(1), _STAGE),
     Unbuilt("zero_optimization.zero_quantized_weights", _OFF, only_with=_STAGE),
     Unbuilt("zero_optimization.zero_quantized_nontrainable_weights", _OFF, only_with=_STAGE),
@@ -120,6 +111,7 @@ _IDLE = "accepted, no effect"
 _ALWAYS = "accepted, no effect: what it asks for is always so"
 
 NOTES: dict[str, str] = {
+    "zero_optimization.offload_optimizer.ratio": "works on the CPU; on accelerators only 1",
     "zero_optimization.contiguous_gradients": _ALWAYS,
     "zero_optimization.round_robin_gradients": _ALWAYS,
     "zero_optimization.parameter_alignment": _ALWAYS,

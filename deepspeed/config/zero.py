@@ -34,19 +34,22 @@ class OffloadParamConfig(ConfigModel):
     """`zero_optimization.offload_param`: where parameters rest while they are not in use (stage 3)."""
 
     device: Literal["none", "cpu", "nvme"] = "none"
-    """Tier that holds the parameters."""
+    """Where each rank's shards rest: on the device, in host memory (on a CPU that is the same), or in files. Below stage 3
+    parameters are whole and stay where they are."""
 
     nvme_path: FilePath = None
-    """Directory on the NVMe device; required when `device` is `nvme`."""
+    """Directory on the NVMe device; required when `device` is `nvme`. Each process has a folder of its own there, removed
+    at its end, or after a kill by the next start."""
 
     buffer_count: NonNegativeWhole = 5
-    """Buffers in the pool between NVMe and the device."""
+    """Buffers that shards are read from NVMe into: so many reads are ahead of the computation, at most."""
 
     buffer_size: NonNegativeWhole = 100_000_000
-    """Elements per buffer."""
+    """Elements of a buffer, at most; it is made no larger than needed. One rank's shard of a unit of the model must fit."""
 
     max_in_cpu: NonNegativeWhole = 1_000_000_000
-    """Elements kept in host memory when `device` is `nvme`."""
+    """Elements of each rank's shards kept in host memory when `device` is `nvme`: those of the units used first. 0 puts
+    all into the file."""
 
     pin_memory: bool = False
     """Use page-locked host memory: faster copies, memory the system cannot take back."""
@@ -86,13 +89,14 @@ class OffloadOptimizerConfig(ConfigModel):
     """Write initial NVMe state straight from the parameters. It always is, without a copy in memory."""
 
     ratio: Fraction = 1.0
-    """Part of the state that is offloaded, 0..1; below 1 at stage 3 only."""
+    """Part of each rank's elements, 0..1, that a thread steps in host memory while the caller steps the rest; below 1 at
+    stage 3 only, with Adam or AdamW."""
 
     super_offload: bool = False
-    """Schedule of the CPU step for processors with a fast link to the device. Stage 3."""
+    """Step in a thread; a group of parameters is published and gathered as soon as it is stepped, while the next one is."""
 
     cpuadam_cores_perc: Fraction = 0.8
-    """Part of the CPU cores, 0..1, that `super_offload` uses for the step."""
+    """Part of torch's CPU threads, 0..1, that the thread of `super_offload` uses."""
 
     @property
     def pipeline(self) -> bool:
@@ -103,40 +107,46 @@ class OffloadOptimizerConfig(ConfigModel):
         """NVMe needs a place."""
         if self.device == "nvme" and self.nvme_path is None:
             yield _NVME
+        for key, is_on in (("ratio", self.ratio < 1.0), ("super_offload", self.super_offload)):
+            if self.device == "nvme" and is_on:
+                yield Refusal(key, 'needed device "cpu": it steps what is in memory', 'Leave it out, or use device "cpu".')
 
 
 class ZenFlowConfig(ConfigModel):
     """`zero_optimization.zenflow`: update the most important gradient columns at once, the rest later on the CPU."""
 
     topk_ratio: Annotated[Fraction, Field(gt=0, lt=1)] = 0.1
-    """Part of the gradient columns that is updated at once on the device; > 0 and < 1."""
+    """Part of each matrix' columns (input channels) that is updated with every step; > 0 and < 1."""
 
     select_strategy: Literal["auto", "step", "epoch"] = "auto"
-    """When the important columns are chosen anew. "auto": every epoch."""
+    """When the important columns are chosen anew: at the end of a window of updates. "auto": every epoch, or every 100
+    updates where the engine has no data loader."""
 
     select_interval: PositiveWhole | Literal["auto"] = "auto"
-    """Steps or epochs between two choices; a number only with a strategy other than "auto"."""
+    """Updates ("step") or epochs ("epoch") between two choices; a number only with a strategy other than "auto"."""
 
     update_interval: PositiveWhole | Literal["auto"] = "auto"
-    """Steps between updates of the other columns."""
+    """Updates of the engine in a window, at whose end the other columns are updated with the mean of their gradients.
+    "auto": a window ends when these weigh as much as those of the important columns, and after 32 updates."""
 
     overlap_step: bool = False
-    """Let the CPU step overlap with the next forward."""
+    """Update the other columns in a thread, behind the next window; the result is merged at its end."""
 
     offload: bool = False
-    """Keep the state of the chosen columns on the CPU."""
+    """Keep the moments of the important columns in host memory even where there is a device."""
 
     auto_ratio: Fraction = 0.99
-    """Threshold of the rule behind `update_interval` "auto", 0..1."""
+    """With `update_interval` "auto", 0..1: how much of an important element's root mean square the summed gradient of
+    another must have."""
 
     full_warm_up_rounds: NonNegativeWhole = 0
     """Steps at the start that update everything."""
 
     pt_reserved_cores_perc: Fraction = 0.5
-    """Part of the CPU cores, 0..1, left to torch."""
+    """Part of torch's CPU threads, 0..1, that the thread of `overlap_step` leaves alone."""
 
     steps_per_epoch: PositiveWhole | None = None
-    """Steps in an epoch; the engine sets it when it has the data loader."""
+    """Updates in an epoch. Left out: as `training_data` given to `initialize` has them."""
 
     def check(self) -> Iterable[Refusal]:
         """The interval of choices follows its strategy, and is no shorter than the interval of updates."""
@@ -373,8 +383,26 @@ class ZeroConfig(ConfigModel):
         offload = self.offload_optimizer
         if offload is not None and offload.device != "none" and offload.ratio < 1.0 and self.stage != 3:
             yield Refusal("offload_optimizer.ratio", f"needed 1.0 at stage {self.stage}", "Leave it out, or use stage 3.")
+        yield from self._check_zenflow()
         if self.mics_shard_size < 1 and self.mics_shard_size != -1:
             yield Refusal("mics_shard_size", "needed a number of ranks >= 1, or -1 for off", "Leave it out.")
+
+    def _check_zenflow(self) -> Iterable[Refusal]:
+        """ZenFlow is a schedule over an optimizer that rests in host memory, whole, and judges gradients by their norm."""
+        if self.zenflow is None:
+            return
+        if self.stage == 0:
+            warn_once("zenflow", "zero_optimization.zenflow has no effect at stage 0: use stage 1, 2 or 3")
+            return
+        offload = self.offload_optimizer
+        if offload is None or offload.device != "cpu":
+            cure = 'Write offload_optimizer {"device": "cpu"}, or leave zenflow out.'
+            yield Refusal("zenflow", 'needed offload_optimizer.device "cpu" beside it', cure)
+        elif offload.ratio < 1.0 or offload.super_offload:
+            needed = "needed offload_optimizer.ratio 1.0 and super_offload false: they are other schedules of the same step"
+            yield Refusal("zenflow", needed, "Keep one of the three.")
+        if not self.compute_grad_norm:
+            yield Refusal("compute_grad_norm", "needed true with zenflow", "Leave it out.")
 
     def _warn_of_idle_offload(self) -> None:
         """Offload at a stage that does not shard what is offloaded moves nothing: the user should know."""

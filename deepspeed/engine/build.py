@@ -38,7 +38,7 @@ from deepspeed.config.checkpoint import WriterConfig
 from deepspeed.config.secrets import without_secrets
 from deepspeed.engine.accumulation import Accumulation
 from deepspeed.engine.engine import DeepSpeedEngine
-from deepspeed.engine.loader import build_loader
+from deepspeed.engine.loader import build_loader, epoch_steps
 from deepspeed.engine.loss_guard import LossGuard
 from deepspeed.engine.partition import Partition, attach_gradient_stores, copy_from_first_rank, plan_partition
 from deepspeed.engine.parts import EngineParts
@@ -46,6 +46,7 @@ from deepspeed.engine.report import StepReport
 from deepspeed.engine.tiers import OptimizerTier, check_offloaded, is_offloaded, optimizer_tier
 from deepspeed.errors import ArgumentError, UnbuiltFeatureError
 from deepspeed.monitor import MonitorMaster
+from deepspeed.offload import placement
 from deepspeed.optim import build_optimizer, build_scheduler, check_shardable, client_optimizer, client_scheduler
 from deepspeed.optim.build import LRSchedule
 from deepspeed.precision.loss_scaler import LossScaler, NullScaler, build_loss_scaler
@@ -59,8 +60,11 @@ from deepspeed.zero.master import MasterWeights
 from deepspeed.zero.optimizer import ZeroOptimizer
 from deepspeed.zero.prefetch import GatherSettings
 from deepspeed.zero.reducer import GradientReducer
+from deepspeed.zero.residence import Residence
 from deepspeed.zero.shard import refuse_lost_writes
 from deepspeed.zero.state_io import carry_state
+from deepspeed.zero.threaded import StepThread, ThreadedWeights
+from deepspeed.zero.zenflow.build import zenflow_weights
 
 logger = get_logger(__name__)
 
@@ -215,7 +219,14 @@ def _basic_optimizer(request: EngineRequest) -> Optimizer | None:
         return client_optimizer(optimizer, parameters, names=names)
     if block is None or not parameters:
         return None
-    return build_optimizer(block, parameters, on_host=is_offloaded(request.config), names=names)
+    zero = request.config.zero_optimization
+    return build_optimizer(
+        block,
+        parameters,
+        on_host=is_offloaded(request.config),
+        for_zenflow=zero.zenflow is not None and zero.stage > 0,
+        names=names,
+    )
 
 
 def _may_cut(basic: Optimizer, request: EngineRequest) -> bool:
@@ -283,14 +294,7 @@ def _train_parts(
         allows_unused=zero.ignore_unused_parameters or zero.stage not in (1, 2),
     )
     client_state = {id(p): state for p, state in basic.state.items() if state}
-    master = MasterWeights(
-        partition.trained,
-        basic,
-        is_elementwise=may_cut,
-        sub_group_numel=zero.sub_group_size,
-        state_dtype=policy.state,
-        residence=tier.residence(partition.trained, basic, policy),
-    )
+    master = _masters(request, partition, tier.residence(partition.trained, basic, policy), basic, may_cut, policy)
     carry_state(master, client_state)
     return ZeroOptimizer(
         master,
@@ -303,6 +307,33 @@ def _train_parts(
         computes_norm=zero.compute_grad_norm,
         frozen=partition.frozen,
     )
+
+
+def _masters(
+    request: EngineRequest,
+    partition: Partition,
+    residence: Residence,
+    basic: Optimizer,
+    may_cut: bool,
+    policy: DtypePolicy,
+) -> MasterWeights:
+    zero, trained = request.config.zero_optimization, partition.trained
+    if zero.zenflow is not None and zero.stage > 0:
+        steps = epoch_steps(request.training_data, request.config)
+        return zenflow_weights(trained, basic, zero.zenflow, steps, sub_group_numel=zero.sub_group_size, residence=residence)
+    thread = None
+    if zero.stage > 0 and may_cut:
+        is_apart = placement.is_host_apart(trained[0].device) if trained else False
+        thread = StepThread.of(zero.offload_optimizer, is_host_apart=is_apart)
+    settings: dict[str, Any] = {
+        "is_elementwise": may_cut,
+        "sub_group_numel": zero.sub_group_size,
+        "state_dtype": policy.state,
+        "residence": residence,
+    }
+    if thread is not None:
+        return ThreadedWeights(trained, basic, thread, **settings)
+    return MasterWeights(trained, basic, **settings)
 
 
 def _release_earlier_engines(module: nn.Module, config: DeepSpeedConfig, basic: Optimizer | None) -> None:

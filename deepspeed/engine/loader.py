@@ -19,6 +19,14 @@ if TYPE_CHECKING:
     from deepspeed.topology.mesh import ParallelMesh
 
 
+def epoch_steps(dataset: Any, config: DeepSpeedConfig) -> int | None:
+    """Updates in one pass over `dataset`, one at least; None where there is none, or it has no length."""
+    if dataset is None or not hasattr(dataset, "__len__"):
+        return None
+    assert config.train_batch_size is not None  # the config has made the three sizes ints
+    return max(1, len(dataset) // config.train_batch_size)
+
+
 def build_loader(
     dataset: Any,
     config: DeepSpeedConfig,

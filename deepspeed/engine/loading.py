@@ -221,8 +221,8 @@ class LoadingMembers:
 
 
 def _family(class_name: str) -> str:
-    """Optimizers whose state means the same: FusedAdam, DeepSpeedCPUAdam, Adam and AdamW are one family."""
-    return class_name.removeprefix("Fused").removeprefix("DeepSpeedCPU").replace("AdamW", "Adam")
+    """Optimizers whose state means the same: FusedAdam, DeepSpeedCPUAdam, ZenFlowCPUAdam, Adam and AdamW are one."""
+    return class_name.removeprefix("Fused").removeprefix("DeepSpeedCPU").removeprefix("ZenFlowCPU").replace("AdamW", "Adam")
 
 
 def _fitting_optimizer(

@@ -94,6 +94,8 @@ class SavingMembers:
                 "save_checkpoint() between two updates: gradients of the micro-batches since the last update are not saved, "
                 "so a resumed run begins the next update anew. Save after a step() that updates.",
             )
+        if self.optimizer is not None:
+            self.optimizer.master.drain()
         scalars = None if self.optimizer is None else _optimizer_scalars(self.optimizer, self._parts.partition)
         content = Content(
             self._pieces(exclude_frozen_parameters),

@@ -21,7 +21,7 @@ from torch.optim import Optimizer, lr_scheduler
 from deepspeed.config.faults import nearest
 from deepspeed.errors import ArgumentError, ConfigError, DeepSpeedError
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
-from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam, ZenFlowCPUAdam
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.optim import schedules
@@ -64,7 +64,12 @@ class LRSchedule(Protocol):
 
 
 def build_optimizer(
-    block: TypedBlock, parameters: Parameters, *, on_host: bool = False, names: Names | None = None
+    block: TypedBlock,
+    parameters: Parameters,
+    *,
+    on_host: bool = False,
+    for_zenflow: bool = False,
+    names: Names | None = None,
 ) -> Optimizer:
     """Build the optimizer that a config names.
 
@@ -72,6 +77,7 @@ def build_optimizer(
         block: its `type` (a type of this library in any case, or the exact name of a class in torch.optim) and `params`.
         parameters: parameters, named parameters, or parameter groups; see `parameter_groups`.
         on_host: parameters and state rest in host memory (optimizer offload): the CPU classes are taken.
+        for_zenflow: `zenflow` is on: Adam and AdamW become `ZenFlowCPUAdam`, others are refused.
         names: names of parameters, for error texts.
 
     Raises:
@@ -88,6 +94,8 @@ def build_optimizer(
     groups = parameter_groups(parameters, names)
     by_lower = {name.lower(): name for name in _BUILDERS}
     name = by_lower.get(block.type.lower())
+    if for_zenflow:
+        return _zenflow_adam(name or block.type, params, groups)
     if name is not None:
         return _BUILDERS[name](name, params, groups, on_host)
     kind = _class_named(block.type, torch.optim, Optimizer, "optimizer", _BUILDERS)
@@ -229,6 +237,17 @@ def _adam(name: str, params: Params, groups: list[Group], on_host: bool) -> Opti
         return _construct(DeepSpeedCPUAdam, (groups,), params, "optimizer", adamw_mode=decoupled)
     params.pop("fp32_optimizer_states", None)
     return _construct(FusedAdam, (groups,), params, "optimizer", adam_w_mode=decoupled)
+
+
+def _zenflow_adam(name: str, params: Params, groups: list[Group]) -> Optimizer:
+    if name not in ("Adam", "AdamW") or params.pop("torch_adam", False):
+        raise ConfigError(
+            f'optimizer.type = "{name}" with zero_optimization.zenflow, which has Adam and AdamW of this library alone. Use '
+            "one of them, without torch_adam, or leave zenflow out."
+        )
+    decoupled = bool(params.pop("adam_w_mode", True)) or name == "AdamW"
+    params.pop("set_grad_none", None)
+    return _construct(ZenFlowCPUAdam, (groups,), params, "optimizer", adamw_mode=decoupled, overlap_step=False, threads=None)
 
 
 def _torch_adam(decoupled: bool, params: Params, groups: list[Group]) -> Optimizer:

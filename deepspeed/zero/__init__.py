@@ -15,6 +15,8 @@
       reducer        gradients become their mean over ranks, bucket by bucket, during backward (row_sparse: embedding tables)
       norm           global norm and non-finite check in one pass
       master         unscale, clip, update, write back: one walk over the full-precision values
+      threaded       the same walk in two threads: `ratio`, `super_offload`
+      zenflow        the update by importance: some columns at once, the rest later
       optimizer      one update from reduced gradients to new weights; what `initialize` returns
       state_io       optimizer state by parameter name
       holder         who keeps a sharded parameter

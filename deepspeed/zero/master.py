@@ -215,11 +215,18 @@ class MasterWeights:
         with self.rewriting(), self.residence.agreeing():
             for batch in self._calls if is_skipped else self.residence.walk(self._calls):
                 if not is_skipped:
-                    optimizer.step_in_one_pass([_update(s) for s in batch.slices], factor)
-                    _deliver(batch)
+                    self._step_batch(optimizer, batch, factor)
+                    continue
                 for s in batch.slices:
-                    if is_skipped or not s.flat.gradients.spends_with_zeros:
-                        s.flat.gradients.spend(s.start, s.stop)
+                    s.flat.gradients.spend(s.start, s.stop)
+
+    def _step_batch(self, optimizer: GroupOptimizer, batch: Batch, factor: float) -> None:
+        """Update one batch that is at hand, in one pass."""
+        optimizer.step_in_one_pass([_update(s) for s in batch.slices], factor)
+        _deliver(batch)
+        for s in batch.slices:
+            if not s.flat.gradients.spends_with_zeros:
+                s.flat.gradients.spend(s.start, s.stop)
 
     @contextmanager
     def rewriting(self) -> Iterator[None]:

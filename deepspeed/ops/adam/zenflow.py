@@ -67,20 +67,12 @@ class ZenFlowCPUAdam(DeepSpeedCPUAdam):
         self.overlap_step = overlap_step
         self._worker = Worker("zenflow step", threads)
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient, behind the caller where `overlap_step` says so.
-
-        Waits for the step before it. `closure` runs in the caller.
-        """
+    def _step_groups(self) -> None:
         self.wait()
-        if not self.overlap_step:
-            return super().step(closure)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._worker.submit(self._as_it_is().step)
-        return loss
+        if self.overlap_step:
+            self._worker.submit(self._as_it_is().step)
+        else:
+            super()._step_groups()
 
     def _as_it_is(self) -> DeepSpeedCPUAdam:
         """The same parameters, state and hyperparameters; a later change of a rate does not reach it."""

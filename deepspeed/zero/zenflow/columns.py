@@ -125,7 +125,7 @@ class Columns:
                 yield f
 
     def _squares(self) -> Tensor:
-        device = self._flats[0].values.device if self._flats else torch.device("cpu")
+        device = self._flats[0].device if self._flats else torch.device("cpu")
         squares = torch.zeros(self._numel, dtype=torch.float64, device=device)
         for number, flat in enumerate(self._flats):
             for f in self.of_matrices(number, 0, flat.layout.shard_numel):

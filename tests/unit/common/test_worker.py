@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator
 
@@ -48,6 +49,7 @@ def test_an_error_comes_out_where_somebody_waits_once_and_stops_what_follows(wor
     worker.submit(lambda: done.append(1))
     with pytest.raises(ValueError, match="broken in the thread"):
         worker.join()
+    assert not worker.has_failed
     assert done == []
     worker.submit(lambda: done.append(2))
     worker.join()
@@ -86,3 +88,14 @@ def test_close_waits_and_ends_the_thread(worker: Worker) -> None:
 def test_a_share_of_the_threads_is_at_least_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     assert [thread_share(share) for share in (0.0, 0.1, 0.5, 0.99, 1.0)] == [1, 1, 4, 7, 8]
+
+
+def test_the_thread_ends_with_its_worker() -> None:
+    worker = Worker("forgotten worker")
+    worker.submit(lambda: None)
+    worker.join()
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "forgotten worker"]
+    del worker
+    gc.collect()
+    thread.join(timeout=10)
+    assert not thread.is_alive()
