@@ -25,6 +25,7 @@ if __name__ == "__main__":
 from benchmarks import (  # noqa: E402
     checkpoint,
     checkpoint_export,
+    disk_io,
     host_step,
     import_time,
     initialize,
@@ -51,6 +52,7 @@ _MODULES = (
     memory,
     checkpoint,
     checkpoint_export,
+    disk_io,
     step_walk,
     native_twins,
     host_step,
