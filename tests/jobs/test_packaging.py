@@ -24,6 +24,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 QUICK = "-DDS_NATIVE_ISAS=generic -DCMAKE_BUILD_TYPE=Debug"
+LITTLE = {"DS_BUILD_OPS": "0", "DS_BUILD_QUANTIZER": "1"}
 SITE = Path(sysconfig.get_paths()["purelib"])
 TRAIN = """
 import torch, deepspeed
@@ -224,9 +225,46 @@ def test_a_failed_build_that_nobody_asked_for_is_written_down_and_the_package_in
     assert record["OPERATORS"] == ()
 
 
+def _cmake(folder: Path, compiler: Path) -> dict[str, object]:
+    """The record of a build by CMake alone, with generic and AVX-512 kernels."""
+    tools, build = Path(sys.executable).parent, folder / "build"
+    first = [str(tools / "cmake"), "-S", str(REPOSITORY / "csrc/package"), "-B", str(build), "-G", "Ninja"]
+    environ = _environ(PATH=_with_tools(), CXX=str(compiler), **LITTLE)
+    for argv in (
+        [*first, "-DDS_NATIVE_ISAS=generic,avx512", "-DCMAKE_BUILD_TYPE=Debug"],
+        [str(tools / "cmake"), "--build", str(build)],
+    ):
+        done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=240, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, object] = {}
+    exec((build / "_build_record.py").read_text(), found)  # our own file, plain values
+    return found
+
+
+def test_a_compiler_that_is_there_and_does_not_work_is_not_called_absent(tmp_path: Path) -> None:
+    script = tmp_path / "c++"
+    script.write_text("#!/bin/sh\necho \"c++: fatal error: cannot execute 'cc1plus'\" >&2\nexit 1\n")
+    script.chmod(0o755)
+    told = str(_cmake(tmp_path, script)["ABSENCE"])
+    assert "it did not compile" in told
+    assert "c++: fatal error: cannot execute 'cc1plus'" in told
+
+
+@needs_compiler
+def test_an_instruction_set_that_the_compiler_lacks_costs_only_its_own_kernels(tmp_path: Path) -> None:
+    script = tmp_path / "c++"
+    refusal = 'case "$*" in *-mavx512*) echo "error: unrecognized option" >&2; exit 1;; esac'
+    script.write_text(f'#!/bin/sh\n{refusal}\nexec {shutil.which("c++")} "$@"\n')
+    script.chmod(0o755)
+    record = _cmake(tmp_path, script)
+    assert record["ABSENCE"] == ""
+    assert "avx512: kernels for it are left out" in str(record["NOTES"])
+    assert (tmp_path / "build/native/_deepspeed_native.so").is_file()
+
+
 @needs_compiler
 def test_one_operator_can_be_built_alone(sdist: Path, tmp_path: Path) -> None:
-    done = _wheel(sdist, tmp_path / "out", DS_BUILD_OPS="0", DS_BUILD_QUANTIZER="1", DS_BUILD_CPUADAM="1", CMAKE_ARGS=QUICK)
+    done = _wheel(sdist, tmp_path / "out", DS_BUILD_CPUADAM="1", CMAKE_ARGS=QUICK, **LITTLE)
     assert done.returncode == 0, done.stdout + done.stderr
     wheel, names = _members(tmp_path / "out")
     assert "deepspeed/ops/native/_deepspeed_native.so" in names
@@ -274,7 +312,7 @@ def test_a_build_that_is_killed_does_not_stop_the_next(sdist: Path, tmp_path: Pa
         str(tmp_path / "out"),
         str(sdist),
     ]
-    environ = _environ(PATH=_with_tools(), CXX=str(script), HOLD=str(hold), TMPDIR=str(tmp_path), CMAKE_ARGS=QUICK)
+    environ = _environ(PATH=_with_tools(), CXX=str(script), HOLD=str(hold), TMPDIR=str(tmp_path), CMAKE_ARGS=QUICK, **LITTLE)
     build = subprocess.Popen(argv, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     process = psutil.Process(build.pid)
     while not any("isa.cpp" in " ".join(_cmdline(each)) for each in process.children(recursive=True)):
@@ -284,7 +322,7 @@ def test_a_build_that_is_killed_does_not_stop_the_next(sdist: Path, tmp_path: Pa
     assert build.wait(30) == -signal.SIGKILL
     assert not list((tmp_path / "out").glob("*.whl"))
 
-    done = _wheel(sdist, tmp_path / "out", DS_BUILD_OPS="1", TMPDIR=str(tmp_path), CMAKE_ARGS=QUICK)
+    done = _wheel(sdist, tmp_path / "out", TMPDIR=str(tmp_path), CMAKE_ARGS=QUICK, **LITTLE)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "deepspeed/ops/native/_deepspeed_native.so" in _members(tmp_path / "out")[1]
 

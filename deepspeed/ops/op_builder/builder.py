@@ -83,7 +83,7 @@ class OpBuilder:
         if state == "native" and found is not None:
             return f"native code for {found.isa}, through {self.SERVED_BY}"
         if state == "twin":
-            why = (absence(self.NAME) or "").splitlines()[0].rstrip(". ")
+            why = (absence(self.NAME) or "").partition(". The compiler's first error:")[0].splitlines()[0].rstrip(". ")
             cost = f"; it takes about {self.TWIN_COST}" if self.TWIN_COST else ""
             return f"torch twin in {self.SERVED_BY}: {why}{cost}"
         return f"served by {self.SERVED_BY}, on torch's kernels" if state == "torch" else "not built yet in this version"
