@@ -47,6 +47,7 @@ from deepspeed.engine.tiers import OptimizerTier, check_offloaded, is_offloaded,
 from deepspeed.errors import ArgumentError, UnbuiltFeatureError
 from deepspeed.monitor import MonitorMaster
 from deepspeed.offload import placement
+from deepspeed.offload.heap import give_back_freed
 from deepspeed.optim import build_optimizer, build_scheduler, check_shardable, client_optimizer, client_scheduler
 from deepspeed.optim.build import LRSchedule
 from deepspeed.precision.loss_scaler import LossScaler, NullScaler, build_loss_scaler
@@ -158,6 +159,7 @@ def build_engine(request: EngineRequest) -> DeepSpeedEngine:
         frozen={name: p for name, p in module.named_parameters() if trained is not None and not p.requires_grad},
     )
     engine = DeepSpeedEngine(parts)
+    give_back_freed(config.zero_optimization)
     if config.dump_state:
         _dump(engine)
     if config.disable_python_gc:

@@ -28,6 +28,7 @@ from deepspeed.common.logging import get_logger, warn_once
 from deepspeed.engine.random_state import set_random_state
 from deepspeed.engine.weights import other_tensors, set_extra_state, some_names
 from deepspeed.errors import CheckpointError
+from deepspeed.offload.heap import give_back_freed
 from deepspeed.zero.state_io import agree_on_scalars, load_state
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ class LoadingMembers:
                 custom_load_fn=custom_load_fn,
             )
         self._forget_open_window()
+        give_back_freed(self._config.zero_optimization)
         self.loaded_checkpoint_dp_world_size = source.state["dp_world_size"]
         return str(Path(load_dir, source.tag)), source.client_state()
 
