@@ -225,11 +225,11 @@ def test_a_failed_build_that_nobody_asked_for_is_written_down_and_the_package_in
     assert record["OPERATORS"] == ()
 
 
-def _cmake(folder: Path, compiler: Path) -> dict[str, object]:
+def _cmake(folder: Path, compiler: Path, **settings: str) -> dict[str, object]:
     """The record of a build by CMake alone, with generic and AVX-512 kernels."""
     tools, build = Path(sys.executable).parent, folder / "build"
     first = [str(tools / "cmake"), "-S", str(REPOSITORY / "csrc/package"), "-B", str(build), "-G", "Ninja"]
-    environ = _environ(PATH=_with_tools(), CXX=str(compiler), **LITTLE)
+    environ = _environ(PATH=_with_tools(), CXX=str(compiler), **settings)
     for argv in (
         [*first, "-DDS_NATIVE_ISAS=generic,avx512", "-DCMAKE_BUILD_TYPE=Debug"],
         [str(tools / "cmake"), "--build", str(build)],
@@ -256,7 +256,7 @@ def test_an_instruction_set_that_the_compiler_lacks_costs_only_its_own_kernels(t
     refusal = 'case "$*" in *-mavx512*) echo "error: unrecognized option" >&2; exit 1;; esac'
     script.write_text(f'#!/bin/sh\n{refusal}\nexec {shutil.which("c++")} "$@"\n')
     script.chmod(0o755)
-    record = _cmake(tmp_path, script)
+    record = _cmake(tmp_path, script, **LITTLE)
     assert record["ABSENCE"] == ""
     assert "avx512: kernels for it are left out" in str(record["NOTES"])
     assert (tmp_path / "build/native/_deepspeed_native.so").is_file()
