@@ -231,9 +231,13 @@ class GroupOptimizer(Optimizer):
         )
         return any(hooks) or inspect.unwrap(type(self).step) is not inspect.unwrap(GroupOptimizer.step)
 
+    @staticmethod
+    def _fits_host(params: Sequence[Tensor], dtypes: Iterable[torch.dtype]) -> bool:
+        """Whether the kernels of `ops.host_step` take `params`, which with their states have `dtypes`."""
+        return KERNEL_DTYPES.issuperset(dtypes) and all(p.is_cpu for p in params)
+
     def _runs_on_host(self, p: Tensor, state: State) -> bool:
-        """Whether the kernels of `ops.host_step` take `p`, an optimizer with a rule provided."""
-        return p.is_cpu and KERNEL_DTYPES.issuperset([p.dtype, *(state[key].dtype for key in self.state_keys)])
+        return self._fits_host([p], [p.dtype, *(state[key].dtype for key in self.state_keys)])
 
     def _collect_host(self, group: Group, keys: list[Tensor], copies: Copies) -> tuple[Parts, bool]:
         """What of `group` the kernels take, and whether something is left for `_step_group`.
@@ -246,7 +250,7 @@ class GroupOptimizer(Optimizer):
             states = [state for _, _, state in self._with_gradient(group)]
         columns = self._columns(states)
         dtypes = {tensor.dtype for column in columns for tensor in column}.union([p.dtype for p, _ in given])
-        is_rest = not (KERNEL_DTYPES.issuperset(dtypes) and all(p.is_cpu for p, _ in given))
+        is_rest = not self._fits_host([p for p, _ in given], dtypes)
         if is_rest or {grad.layout for _, grad in given} != {torch.strided}:
             for p, grad in given:
                 self._check_placement(p, grad)

@@ -54,7 +54,7 @@ def _small_sub_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Our optimizers go the way they go on an accelerator: torch's kernels, sub-group by sub-group."""
     monkeypatch.setattr(GroupOptimizer, "can_step_in_one_pass", lambda *_: False)
-    monkeypatch.setattr(GroupOptimizer, "_runs_on_host", lambda *_: False)
+    monkeypatch.setattr(GroupOptimizer, "_fits_host", lambda *_: False)
 
 
 @pytest.fixture(params=["one pass", "as on a device"])
