@@ -143,6 +143,8 @@ class DiskResidence:
         self._is_torn = False
         self._walks = 0
 
+    is_in_memory = False
+
     @property
     def most_numel(self) -> int:
         """See `Residence`."""

@@ -33,6 +33,10 @@ class Residence(Protocol):
     def most_numel(self) -> int | None:
         """Most elements of a batch, and of a slice; None: the walk's own choice."""
 
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether all state is, so that all of it may be looked at at once."""
+
     def attach(self, batches: Sequence[Batch], optimizer: Optimizer) -> None:
         """Take over the slices, of which the optimizer has no state yet. Once. Collective over the shard axis."""
 
@@ -66,6 +70,7 @@ class InMemory:
     """State is where the optimizer has made it."""
 
     most_numel: int | None = None
+    is_in_memory = True
 
     def __init__(self) -> None:
         self._optimizer: Optimizer | None = None

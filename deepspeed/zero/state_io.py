@@ -10,6 +10,7 @@ optimizer that comes with state), `zero.optimizer` (which hands it back), `zero.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,13 +20,10 @@ import torch
 from torch import Tensor
 
 from deepspeed.common.deferred import DeferredTensor, loaded
-from deepspeed.common.logging import get_logger
-from deepspeed.errors import CheckpointError, FileIoError, UsageError
+from deepspeed.errors import CheckpointError
 from deepspeed.sharding import Fragment, even_range
 from deepspeed.zero.flat import FlatGroup, NamedParameter
 from deepspeed.zero.master import BESIDE, MasterWeights, Slice
-
-logger = get_logger(__name__)
 
 Scalars = dict[str, dict[str, Any]]
 """Parameter name -> state key -> plain number, bool or None."""
@@ -127,9 +125,8 @@ def load_state(
     """
     state, away, beside = {}, {}, {}
     with master.residence.renewing():
-        for number, counters in agreed.items():
-            s = master.slices[number]
-            state[number] = {**counters, **_joined(s, master.state_of(s), keys, dtype, read)}
+        for number, of_slice in _to_load(master, keys, dtype, read, agreed):
+            s, state[number] = master.slices[number], of_slice
             beside[s] = {key: state[number].pop(key) for key in list(state[number]) if key.startswith(BESIDE)}
             away[number] = master.residence.put_away(s, state[number])
     present = master.optimizer.state_dict()["param_groups"]
@@ -143,6 +140,31 @@ def load_state(
     for number, stand_ins in away.items():
         master.optimizer.state[master.slices[number].param].update(stand_ins)
     master.adopt_beside(beside)
+
+
+def _to_load(
+    master: MasterWeights,
+    keys: Callable[[str], list[str]],
+    dtype: Callable[[str, str], torch.dtype],
+    read: Callable[[str, str, int, Tensor], object],
+    agreed: Mapping[int, Mapping[str, Any]],
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(slice number, its state), one after another; see `load_state`.
+
+    A slice of padding alone has no word in a checkpoint. It gets zeros for what others of its group have: fused kernels
+    want the same of all tensors of a group.
+    """
+    of_groups: dict[int, tuple[Mapping[str, Any], dict[str, torch.dtype]]] = {}
+    for number, counters in agreed.items():
+        s = master.slices[number]
+        tensors = _joined(s, master.state_of(s), keys, dtype, read)
+        of_groups.setdefault(s.flat.kind.group_index, (counters, {key: tensor.dtype for key, tensor in tensors.items()}))
+        yield number, {**counters, **tensors}
+    for number, s in enumerate(master.slices):
+        if number not in agreed and s.flat.kind.group_index in of_groups and not any(s.pieces()):
+            counters, dtypes = of_groups[s.flat.kind.group_index]
+            zeros = {key: torch.zeros(s.param.shape, dtype=each, device=s.param.device) for key, each in dtypes.items()}
+            yield number, {**copy.deepcopy(dict(counters)), **zeros}
 
 
 def whole_state_dict(master: MasterWeights) -> dict[str, Any]:
@@ -237,13 +259,10 @@ def hand_back(master: MasterWeights) -> None:
 
     State keeps its dtype: after 16-bit training it is that of the masters. Where state is sharded over ranks the optimizer
     starts anew: bringing it together would take every rank, and this is not a collective call (a checkpoint keeps it). It
-    does so too, with a warning, where state on a disk cannot be read.
+    does so too where state rests on a disk, because it need not fit into memory.
     """
-    try:
-        whole = {} if any(flat.axis.size > 1 for flat in master.flats) else _whole_states(master)
-    except (FileIoError, UsageError) as error:
-        logger.warning("the optimizer starts anew, because its state could not be read: %s", error)
-        whole = {}
+    is_at_hand = master.residence.is_in_memory and all(flat.axis.size == 1 for flat in master.flats)
+    whole = _whole_states(master) if is_at_hand else {}
     for s in master.slices:
         master.optimizer.state.pop(s.param, None)
     master.optimizer.state.update(whole)
