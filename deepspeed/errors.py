@@ -64,6 +64,10 @@ class FileIoError(DeepSpeedError, OSError):
         return str(self.strerror)
 
 
+class HostMemoryError(DeepSpeedError, MemoryError):
+    """The host has not the memory that was asked for."""
+
+
 class LaunchError(DeepSpeedError, RuntimeError):
     """The launcher cannot start the job as asked."""
 

@@ -125,7 +125,7 @@ class Uring final : public Ring {
       if (fd_ >= 0 || errno != EINVAL) break;
     }
     if (fd_ < 0) return -errno;
-    if ((params.features & IORING_FEAT_NODROP) == 0) return -ENOSYS;  // before Linux 5.5: too old to read and write plainly
+    if ((params.features & IORING_FEAT_RW_CUR_POS) == 0) return -ENOSYS;  // before Linux 5.6: no plain reads and writes
     return map(params);
   }
 

@@ -26,7 +26,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import ArgumentError, DeepSpeedError
 from deepspeed.nvme.chart import Bar, bars_svg
 from deepspeed.nvme.scratch import scratch_folders
-from deepspeed.nvme.sizes import parse_nbytes, show_nbytes
+from deepspeed.nvme.sizes import show_nbytes, size_option
 from deepspeed.nvme.workload import ENGINES, Loop, Memory, Workload, measure
 
 __all__ = ["Together", "main", "parse_options", "together"]
@@ -51,15 +51,19 @@ class Together(NamedTuple):
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line; an unusable one ends the process with status 2."""
-    parser = argparse.ArgumentParser(prog="ds_io", description="Write or read tensors and print how fast that was.")
+    parser = argparse.ArgumentParser(
+        prog="ds_io",
+        description="Write or read tensors and print how fast that was.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     add, flag = parser.add_argument, partial(parser.add_argument, action="store_true")
     add("--folder", type=Path, help="folder on the disk to measure")
     add("--folder_to_device_mapping", nargs="+", metavar="PATH:ID", help="a process for each, with its folder and device")
-    add("--io_size", type=parse_nbytes, required=True, help="bytes of the tensor of each process; K, M, G work")
-    add("--fast_io_size", type=parse_nbytes, default=64 << 20, help="buffer of torch_fastio")
+    add("--io_size", type=size_option, required=True, help="bytes of the tensor of each process; K, M, G work")
+    add("--fast_io_size", type=size_option, default=64 << 20, help="buffer of torch_fastio")
     flag("--read", help="read; without it: write")
     add("--multi_process", type=int, default=1, help="processes for each folder")
-    add("--block_size", type=parse_nbytes, default=1 << 20, help="bytes that are asked of the system at a time")
+    add("--block_size", type=size_option, default=1 << 20, help="bytes that are asked of the system at a time")
     add("--queue_depth", type=int, default=32, help="blocks in flight for each thread")
     flag("--single_submit", help="hand over blocks one at a time")
     flag("--sequential_requests", help="wait for all blocks in flight before the next are submitted")

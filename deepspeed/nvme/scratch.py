@@ -1,16 +1,18 @@
 """A folder for the files of a measurement: its space is checked before, and nothing of it is left after.
 
-Called by the commands of this room. "After" is also after Ctrl-C and SIGTERM; a killed process leaves the folder, whose
-name says what it is.
+Called by the commands of this room. "After" is also after Ctrl-C and SIGTERM. What a killed process leaves is removed by
+the next that measures there: each folder is locked while its owner lives.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +24,7 @@ from deepspeed.nvme.sizes import show_nbytes
 __all__ = ["scratch_folders"]
 
 _PREFIX = "deepspeed-io-test-"
+_YOUNG_SECONDS = 10.0
 
 
 @contextmanager
@@ -34,18 +37,53 @@ def scratch_folders(needs: dict[Path, int]) -> Iterator[dict[Path, Path]]:
     Raises:
         FileIoError: a folder is not there or not writable, or its disk has not the space; nothing has happened then.
     """
-    for folder, nbytes in _by_disk(needs).items():
+    disks = _by_disk(needs)
+    for folder in needs:
+        _remove_left_over(folder)
+    for folder, nbytes in disks.items():
         _check(folder, nbytes)
     made: dict[Path, Path] = {}
+    locks: list[int] = []
     before = signal.signal(signal.SIGTERM, _leave)
     try:
         for folder in needs:
             made[folder] = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=folder))
+            locks.append(_lock(made[folder]))
         yield made
     finally:
         for scratch in made.values():
             shutil.rmtree(scratch, ignore_errors=True)
+        for lock in locks:
+            os.close(lock)
         signal.signal(signal.SIGTERM, before)
+
+
+def _lock(folder: Path) -> int:
+    """Lock a folder until the descriptor is closed, or its process ends.
+
+    Raises:
+        BlockingIOError: another process has it.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _remove_left_over(folder: Path) -> None:
+    """Remove what killed processes left; one that began a moment ago, and has not locked its folder yet, is spared."""
+    for left in folder.glob(f"{_PREFIX}*"):
+        try:
+            if time.time() - left.stat().st_mtime < _YOUNG_SECONDS:
+                continue
+            lock = _lock(left)
+        except OSError:  # in use, gone meanwhile, or somebody else's
+            continue
+        shutil.rmtree(left, ignore_errors=True)
+        os.close(lock)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 
 from deepspeed.errors import ArgumentError
 
-__all__ = ["parse_nbytes", "show_nbytes"]
+__all__ = ["parse_nbytes", "show_nbytes", "size_option"]
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -22,6 +23,18 @@ def parse_nbytes(text: str | int) -> int:
     if nbytes < 1 or nbytes != int(nbytes):
         raise ArgumentError(f"{text!r} is not a size. Give bytes, or a number with K, M, G or T, for example 400M.")
     return int(nbytes)
+
+
+def size_option(text: str) -> int:
+    """`parse_nbytes` as the type of a command-line option.
+
+    Raises:
+        argparse.ArgumentTypeError: with the words of `parse_nbytes`.
+    """
+    try:
+        return parse_nbytes(text)
+    except ArgumentError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def show_nbytes(nbytes: int) -> str:

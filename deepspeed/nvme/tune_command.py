@@ -29,7 +29,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import DeepSpeedError, UsageError
 from deepspeed.nvme.chart import Bar, bars_svg
 from deepspeed.nvme.scratch import scratch_folders
-from deepspeed.nvme.sizes import parse_nbytes, show_nbytes
+from deepspeed.nvme.sizes import show_nbytes, size_option
 from deepspeed.nvme.sweep import DEFAULT_SWEEP, Point, Speed, aio_block, best, points_of, read_sweep
 from deepspeed.nvme.workload import Workload, make_tensor
 from deepspeed.ops.aio.handle import AioHandle
@@ -44,14 +44,16 @@ _FINAL_LOOPS = 3
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line; an unusable one ends the process with status 2."""
     parser = argparse.ArgumentParser(
-        prog="ds_nvme_tune", description="Try settings of the `aio` block on a disk and print the best."
+        prog="ds_nvme_tune",
+        description="Try settings of the `aio` block on a disk and print the best.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add, flag = parser.add_argument, partial(parser.add_argument, action="store_true")
     add("--nvme_dir", nargs="+", type=Path, required=True, help="folder on the disk; several are used at once")
     add("--sweep_config", type=Path, metavar="FILE", help="JSON object of lists: block_size, queue_depth, ...")
     flag("--no_read", help="do not measure reading")
     flag("--no_write", help="do not measure writing")
-    add("--io_size", type=parse_nbytes, default=400 << 20, help="bytes of the file in each folder; K, M, G work")
+    add("--io_size", type=size_option, default=400 << 20, help="bytes of the file in each folder; K, M, G work")
     flag("--gpu", help="the tensor lies on the device")
     flag("--gds", help="GPUDirect Storage; not built yet")
     flag("--flush_page_cache", help="drop the system's page cache before each reading; needs root or sudo")

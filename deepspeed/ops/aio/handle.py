@@ -153,7 +153,7 @@ class AioHandle:
         Raises:
             FileIoError: the file cannot be read, or ends before.
         """
-        nbytes = _nbytes(buffer)
+        nbytes = _nbytes(buffer, file_offset)
         file = self._engine.open(_path_of(filename), file_offset + nbytes)
         host = self._host_side(buffer)
 
@@ -188,7 +188,7 @@ class AioHandle:
         Raises:
             FileIoError: the file cannot be written, or there is no space.
         """
-        _nbytes(buffer)
+        _nbytes(buffer, file_offset)
         file = self._engine.open(_path_of(filename), create=True, keep=True)
         host = self._host_side(buffer)
         if host is not buffer:
@@ -206,16 +206,17 @@ class AioHandle:
         Raises:
             FileIoError: one of them failed; the others are done.
         """
-        pending, self._pending = self._pending, []
-        failures = []
-        for one in pending:
+        count, failures = 0, []
+        while self._pending:  # each leaves the list when it is over: Ctrl-C in between loses none
             try:
-                _finish(one)
+                _finish(self._pending[0])
             except FileIoError as error:
                 failures.append(error)
+            del self._pending[0]
+            count += 1
         if failures:
             raise failures[0]
-        return len(pending)
+        return count
 
     # ---------------------------------------------------------------- memory
 
@@ -309,8 +310,12 @@ def deepspeed_memcpy(dest: Tensor, src: Tensor) -> int:
 
 
 def _finish(pending: _Pending) -> None:
-    with pending.file:
+    try:
         pending.request.wait()
+    except FileIoError:
+        pending.file.close()
+        raise
+    with pending.file:
         pending.finish()
 
 
@@ -319,7 +324,9 @@ def _path_of(filename: FileName) -> str | Path:
     return f"/proc/self/fd/{filename}" if isinstance(filename, int) else filename
 
 
-def _nbytes(buffer: Tensor) -> int:
+def _nbytes(buffer: Tensor, file_offset: int) -> int:
+    if not isinstance(file_offset, int) or file_offset < 0:
+        raise ArgumentError(f"file_offset={file_offset!r}, but it is a whole number of bytes, at least 0. Give one.")
     if not buffer.is_contiguous():
         raise ArgumentError(
             f"a tensor of shape {tuple(buffer.shape)} and strides {buffer.stride()} was given, but only contiguous ones are "

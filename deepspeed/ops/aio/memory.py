@@ -9,11 +9,12 @@ import contextlib
 import mmap
 import weakref
 
+import psutil
 import torch
 from torch import Tensor
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.errors import ArgumentError
+from deepspeed.errors import ArgumentError, HostMemoryError
 
 __all__ = ["aligned_empty"]
 
@@ -29,12 +30,22 @@ def aligned_empty(nbytes: int, *, is_pinned: bool = False) -> Tensor:
     Args:
         nbytes: its length, at least 0.
         is_pinned: lock it for the current accelerator, where that has something to lock it for (`register_host_memory`).
+
+    Raises:
+        HostMemoryError: there is not so much.
     """
     if nbytes < 0:
         raise ArgumentError(f"aligned_empty(nbytes={nbytes}), but a length is at least 0. Give the bytes that are needed.")
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
-    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        free_nbytes = psutil.virtual_memory().available
+        raise HostMemoryError(
+            f"{nbytes} bytes of host memory were asked for, and the system refuses ({error.strerror}); {free_nbytes} are "
+            "free. Ask for less, or raise the limit (`ulimit -v`)."
+        ) from error
     if nbytes >= _HUGE_PAGE_NBYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -84,6 +85,7 @@ def test_a_loop_of_several_processes_lasts_as_long_as_the_slowest() -> None:
         (["--folder", "X/none", "--io_size", "1M"], 1, "is not a folder that this user may write to"),
         (["--folder_to_device_mapping", "X", "--io_size", "1M"], 1, "give PATH:ID"),
         (["--folder", "X"], 2, "--io_size"),
+        (["--folder", "X", "--io_size", "8Q"], 2, "'8Q' is not a size. Give bytes, or a number with K, M, G or T"),
         (["--io_size", "1M"], 2, "give either --folder or --folder_to_device_mapping"),
         (["--folder", "X", "--io_size", "1M", "--use_gds"], 2, "not built yet"),
         (["--folder", "X", "--io_size", "1M", "--gpu"], 2, "no accelerator that torch can use"),
@@ -100,8 +102,7 @@ def test_what_cannot_be_measured_is_refused_with_a_cure(
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize(("processes", "number"), [("1", signal.SIGTERM), ("2", signal.SIGINT)])
 def test_an_interrupted_measurement_leaves_no_files(tmp_path: Path, processes: str, number: signal.Signals) -> None:
     command = [sys.executable, "-c", "from deepspeed.nvme import ds_io_main; ds_io_main()", "--folder", str(tmp_path)]
     command += ["--io_size", "1M", "--loops", "1000000", "--multi_process", processes]
@@ -109,6 +110,7 @@ def test_an_interrupted_measurement_leaves_no_files(tmp_path: Path, processes: s
     try:
         while not list(tmp_path.glob("*/0/file-0")):
             assert process.poll() is None
+            time.sleep(0.01)
         os.kill(process.pid, number)
         process.communicate(timeout=60)
     finally:
@@ -116,6 +118,18 @@ def test_an_interrupted_measurement_leaves_no_files(tmp_path: Path, processes: s
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     assert process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143}[number]
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_a_killed_measurement_left_is_removed_by_the_next_and_a_living_one_is_not(tmp_path: Path) -> None:
+    with scratch_folders({tmp_path: 1}) as living:
+        left = tmp_path / "deepspeed-io-test-killed"
+        left.mkdir()
+        (left / "file-0").write_bytes(bytes(100))
+        for folder in (left, living[tmp_path]):
+            os.utime(folder, (0, 0))
+        with scratch_folders({tmp_path: 1}) as other:
+            assert set(os.listdir(tmp_path)) == {living[tmp_path].name, other[tmp_path].name}
     assert os.listdir(tmp_path) == []
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepspeed.errors import ArgumentError, FileIoError, UnbuiltFeatureError
+from deepspeed.errors import ArgumentError, FileIoError, HostMemoryError, UnbuiltFeatureError
 from deepspeed.ops.aio.handle import AioHandle
 from deepspeed.ops.op_builder import AsyncIOBuilder, GDSBuilder
 
@@ -109,12 +109,35 @@ def test_a_failed_transfer_is_raised_by_wait_and_the_others_are_done(handle: Aio
     assert handle.wait() == 0
 
 
+def test_a_wait_that_is_interrupted_forgets_nothing(
+    handle: AioHandle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = torch.randn(5000)
+    for name in ("a", "b", "c"):
+        handle.async_pwrite(data, tmp_path / name)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(handle._pending[1].request, "wait", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        handle.wait()
+    monkeypatch.undo()
+    assert handle.wait() == 2
+    assert all((tmp_path / name).read_bytes() == data.numpy().tobytes() for name in ("a", "b", "c"))
+
+
 def test_bad_transfers_are_refused_at_once(handle: AioHandle, tmp_path: Path) -> None:
     (tmp_path / "short").write_bytes(bytes(100))
     with pytest.raises(FileIoError, match="has 100 bytes, but 400 were needed"):
         handle.async_pread(torch.empty(100), tmp_path / "short")
     with pytest.raises(FileIoError, match="No such file"):
         handle.sync_pread(torch.empty(100), tmp_path / "none")
+    with pytest.raises(ArgumentError, match="file_offset=-4"):
+        handle.sync_pwrite(torch.zeros(4), tmp_path / "file", -4)
+    with pytest.raises(HostMemoryError, match=r"bytes of host memory were asked for, .* are free. Ask for less"):
+        handle.new_cpu_locked_tensor(1 << 58, torch.empty(0, dtype=torch.uint8))
+    assert not (tmp_path / "file").exists()
     with pytest.raises(ArgumentError, match="only contiguous"):
         handle.sync_pwrite(torch.zeros(4, 4).t(), tmp_path / "file")
     assert handle.wait() == 0
