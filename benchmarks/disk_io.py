@@ -33,7 +33,6 @@ from benchmarks.harness.cases import OURS, Case, Goal, Measured
 _FIO = "fio"
 _KINDS = {OURS: "auto", "libaio": "libaio", "threads": "threads", "twin": "twin"}
 _FILE_NBYTES = 2 << 30
-_BUFFER_NBYTES = 64 << 20
 
 
 def _case(direction: str, block_nbytes: int, depth: int, contenders: tuple[str, ...]) -> Case:
@@ -89,11 +88,12 @@ def _run_ours(contender: str, arguments: Mapping[str, Any], path: Path) -> tuple
         engine = IoEngine(settings, ThreadsBackend(settings))
     else:
         engine = IoEngine(dataclasses.replace(settings, kind=kind))
-    buffer = aligned_empty(_BUFFER_NBYTES).fill_(1)  # its memory is there before the clock starts
+    nbytes = arguments["block_nbytes"] * arguments["depth"]
+    buffer = aligned_empty(nbytes).fill_(1)  # its memory is there before the clock starts
     with engine, engine.open(path) as file:
         start = engine.read if arguments["direction"] == "read" else engine.write
         cpu, began = time.process_time(), time.perf_counter()
-        requests = [start(file, offset, buffer) for offset in range(0, _FILE_NBYTES, _BUFFER_NBYTES)]
+        requests = [start(file, offset, buffer) for offset in range(0, _FILE_NBYTES, nbytes)]
         for request in requests:
             request.wait()
         return time.perf_counter() - began, time.process_time() - cpu
