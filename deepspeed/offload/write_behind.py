@@ -12,6 +12,8 @@ Called by `offload.parameters`. Does not live here: reads, and what the bytes me
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import Tensor
 
@@ -39,7 +41,7 @@ class _Window:
 
 
 class WriteBehind:
-    """The writes of one rank to one file. Used by one thread.
+    """The writes of one rank to one file. Safe for several threads, which write different places.
 
     Args:
         io: moves bytes.
@@ -51,6 +53,7 @@ class WriteBehind:
         self._file = file
         self._windows: list[_Window] = []  # the one to be filled last
         self._begin = self._end = 0  # bytes of the file that wait in the last window; none where equal
+        self._lock = threading.Lock()
 
     @property
     def nbytes(self) -> int:
@@ -68,6 +71,10 @@ class WriteBehind:
         Raises:
             FileIoError: an earlier write failed.
         """
+        with self._lock:
+            self._write(start, source, dtype)
+
+    def _write(self, start: int, source: Tensor, dtype: torch.dtype) -> None:
         done = 0
         while done < source.numel():
             if start != self._end or self._room() < dtype.itemsize or self._begin == self._end:
@@ -85,9 +92,10 @@ class WriteBehind:
         Raises:
             FileIoError: some of it is not.
         """
-        self._send()
-        windows, self._windows = self._windows, []
-        errors = [error for window in windows if (error := _error_of(window)) is not None]
+        with self._lock:
+            self._send()
+            windows, self._windows = self._windows, []
+            errors = [error for window in windows if (error := _error_of(window)) is not None]
         if errors:
             raise errors[0]
 

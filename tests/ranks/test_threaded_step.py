@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,10 +31,17 @@ CASES = [
 
 
 def engine_with(
-    stage: int, offload: dict[str, Any] | None, model: type[TinyModel], dtype: torch.dtype, **blocks: Any
+    stage: int,
+    offload: dict[str, Any] | None,
+    model: type[TinyModel],
+    dtype: torch.dtype,
+    parameter_files: str | None = None,
+    **blocks: Any,
 ) -> DeepSpeedEngine:
     is_bf16 = dtype == torch.bfloat16
     block: dict[str, Any] = {} if offload is None else {"offload_optimizer": {"device": "cpu", **offload}}
+    if parameter_files is not None:
+        block["offload_param"] = {"device": "nvme", "nvme_path": parameter_files, "max_in_cpu": 0}
     keys = {"sub_group_size": 40, "stage3_param_persistence_threshold": 30, "reduce_bucket_size": 150}
     blocks = {**zero(stage, **keys, **block), "optimizer": ADAM, "bf16": {"enabled": is_bf16}, **blocks}
     return make_engine(build(model, dtype=torch.float32 if is_bf16 else dtype), config(2, **blocks))
@@ -87,6 +95,25 @@ def test_two_threads_give_the_bits_of_one(world_size: int) -> None:
         for (_, offload), seen in zip(CASES * 4, threads, strict=True):
             expected = {THREAD} if offload.get("super_offload") else {"MainThread"} if offload["ratio"] == 0.0 else None
             assert seen == (expected or {THREAD, "MainThread"}), offload
+
+
+def _compare_with_parameters_in_files(rank: int, world_size: int, folder: str) -> list[str]:
+    wrong: list[str] = []
+    plain: dict[str, Tensor] = {}
+    batches = cast_batches(make_batches(build(TiedGpt), STEPS, 2, world_size), torch.bfloat16)
+    for offload in (None, {"ratio": 0.5}, {"ratio": 0.9}, {"super_offload": True}):
+        engine = engine_with(3, offload, TiedGpt, torch.bfloat16, None if offload is None else folder)
+        train(engine, batches, rank)
+        found = _everything(engine)
+        engine.destroy()
+        plain = plain or found  # the first one has nothing offloaded
+        wrong += [f"{offload}: {name}" for name in plain if not torch.equal(plain[name], found[name])]
+    return wrong
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_two_threads_may_write_one_file_of_parameters(world_size: int, tmp_path: Path) -> None:
+    assert run_ranks(_compare_with_parameters_in_files, world_size, str(tmp_path)) == [[]] * world_size
 
 
 def _meet(rank: int, world_size: int) -> bool:
