@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import hjson
-from hypothesis import given
+from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from deepspeed.config.scan import Repeat, key_lines, repeated_keys
@@ -38,6 +38,10 @@ def test_every_key_of_json_is_found(value: dict[str, Any]) -> None:
 @given(st.dictionaries(KEY, VALUE, max_size=4))
 def test_every_key_of_hjson_is_found(value: dict[str, Any]) -> None:
     text = hjson.dumps(value)
+    try:
+        hjson.loads(text)
+    except hjson.HjsonDecodeError:  # the library writes some texts with quotes that it does not read
+        reject()
     assert [path for _, path, _ in key_lines(text)] == keys_in_order(hjson.loads(text))
 
 
