@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -145,9 +144,8 @@ class LoadingMembers:
 
     def _load_module(self, source: CheckpointSource, stored: Mapping[str, str]) -> None:
         """Read every value that the model and the checkpoint both have; `stored` as `_fitting` gives it."""
-        with ExitStack() as stack:
-            for flat in self._parts.partition.flats:
-                stack.enter_context(flat.replacing())
+        for flat in self._parts.partition.flats:
+            with flat.replacing():  # one after another: what a rank meets in one, all know before they enter the next
                 for f in flat.own_fragments():
                     name = flat.members[f.index].name
                     if name in stored:
@@ -155,9 +153,9 @@ class LoadingMembers:
                             source.read(stored[name], f.param_start, out=place)
                 if not self._config.zero_optimization.load_from_fp32_weights:
                     flat.round_masters()
-            for name, tensor in self._others():
-                if name in stored:
-                    tensor.copy_(source.read(stored[name]).view(tensor.shape))
+        for name, tensor in self._others():
+            if name in stored:
+                tensor.copy_(source.read(stored[name]).view(tensor.shape))
 
     def _others(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters and buffers that no flat group manages."""

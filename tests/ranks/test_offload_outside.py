@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.errors import ArgumentError, ConfigError, FileIoError, UsageError
+from deepspeed.offload.tier_file import TierFile
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.utils import (
@@ -311,6 +313,33 @@ def test_a_file_that_became_shorter_is_an_error_on_all_ranks_and_a_load_mends_it
     assert texts[0].startswith("rank 1 cannot read ")
     assert "the file ends at byte" in texts[0]
     assert not list(tmp_path.glob("deepspeed-tier-*"))
+
+
+def _fails_in_a_load(rank: int, world_size: int, folder: str) -> str:
+    engine = _engine(_nvme(folder), 3)
+    assert len(engine._parts.partition.flats) > 1  # a rank must not enter the second while another leaves the first
+    train(engine, _batches(world_size, 0, 2), rank)
+    engine.save_checkpoint(folder + "/saved")
+    wanted = _whole(engine)
+
+    def fail(file: TierFile, start: int, of: Tensor) -> None:
+        raise FileIoError(errno.EIO, f"cannot write {file.file.path}: this disk is made to fail")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(TierFile, "write", fail)
+        with pytest.raises(FileIoError) as failure:
+            engine.load_checkpoint(folder + "/saved")
+    engine.load_checkpoint(folder + "/saved")
+    assert _same(_whole(engine), wanted)
+    engine.destroy()
+    return str(failure.value)
+
+
+def test_a_disk_that_fails_during_a_load_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    texts = run_ranks(_fails_in_a_load, 2, str(tmp_path))
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("rank 1 cannot write ")
 
 
 def _destroyed_after_a_fault(rank: int, world_size: int, folder: str) -> None:
