@@ -96,7 +96,9 @@ def _fail_on_leaks(threads: set[threading.Thread], children: set[int]) -> None:
 
 def _left(threads: set[threading.Thread], children: set[int]) -> list[str]:
     alive = [f"thread {thread.name!r}" for thread in set(threading.enumerate()) - threads if thread.is_alive()]
-    return alive + [f"process {pid}" for pid in _children() - children - set(helper_pids())]
+    hosts = sys.modules.get("tests.support.hosts")
+    kept = set(helper_pids()) | (hosts.kept_pids() if hosts is not None else set())
+    return alive + [f"process {pid}" for pid in _children() - children - kept]
 
 
 def _children() -> set[int]:
