@@ -20,12 +20,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm import discovery
-from deepspeed.comm.discovery import DEFAULT_PORT, Placement, discover
 from deepspeed.comm.exit import settle_threads_at_exit
 from deepspeed.comm.failures import NotInitializedError
 from deepspeed.comm.recorder import RECORDER, configure
 from deepspeed.comm.watch import WATCH
+from deepspeed.common import discovery
+from deepspeed.common.discovery import DEFAULT_PORT, Placement, discover
 from deepspeed.common.logging import get_logger, log_dist, set_rank
 from deepspeed.errors import ArgumentError, CommError
 

@@ -1,7 +1,7 @@
 """Where this process stands among the ranks, read from the variables that launchers and schedulers set.
 
 Lives here: pure functions of a mapping of variables, and the table of schedulers. Does not live here: reading the real
-environment and creating the process group (`world`), which is also the caller.
+environment and creating the process group (`comm.world`), which is a caller as the launcher is.
 
     RANK, WORLD_SIZE set ----------------------------> they decide (torchrun, the deepspeed launcher, your own script)
     else a scheduler's rank and size ----------------> Open MPI, MVAPICH, MPICH/Intel MPI (PMI), PMIx, Slurm; no mpi4py

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed.comm.discovery import (
+from deepspeed.common.discovery import (
     Placement,
     discover,
     first_slurm_host,
