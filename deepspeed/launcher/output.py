@@ -17,18 +17,22 @@ import contextlib
 import datetime
 import fcntl
 import os
+import select
 import termios
 import threading
+import time
 import tty
 from pathlib import Path
 from typing import Protocol
 
 from deepspeed.errors import LaunchError
 
-__all__ = ["LogFile", "LogFolderError", "PassedOn", "RankOutput", "last_lines", "log_paths"]
+__all__ = ["LogFile", "LogFolderError", "PassedOn", "RankOutput", "free_note", "last_lines", "log_paths"]
 
 _TAIL_NBYTES = 16384
 _TAIL_LINES = 20
+_STUCK_SECONDS = 3.0
+_OPEN_SECONDS = 0.25
 
 
 class LogFolderError(LaunchError, ValueError):
@@ -44,8 +48,11 @@ class RankOutput(Protocol):
     def started(self) -> None:
         """Called once the rank has the descriptors."""
 
+    def finish(self) -> None:
+        """Called once the rank and all it started have ended: returns when what they wrote has arrived."""
+
     def tail(self) -> str:
-        """The last lines the rank wrote; called after it has ended."""
+        """The last lines the rank wrote; called after `finish`."""
 
 
 class PassedOn:
@@ -64,19 +71,29 @@ class PassedOn:
         for pump in self._pumps:
             pump.start()
 
-    def tail(self) -> str:
-        """See `RankOutput`. Waits until what the rank wrote has been passed on."""
+    def finish(self) -> None:
+        """See `RankOutput`."""
         for pump in self._pumps:
-            pump.join(timeout=1)  # longer only when somebody outside the job holds the stream, or ours is stuck
+            pump.finish()
+
+    def tail(self) -> str:
+        """See `RankOutput`."""
         return "\n".join(filter(None, (last_lines(pump.seen()) for pump in self._pumps)))
 
 
 class LogFile:
-    """Output written to a file that holds both streams."""
+    """Output written to a file that holds both streams.
+
+    Raises:
+        LogFolderError: the file cannot be made.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise LogFolderError(f"--enable_each_rank_log: {path}: {error.strerror}; give a writable folder.") from error
 
     def streams(self) -> tuple[int, int]:
         """See `RankOutput`."""
@@ -85,6 +102,9 @@ class LogFile:
     def started(self) -> None:
         """See `RankOutput`."""
         os.close(self._fd)
+
+    def finish(self) -> None:
+        """See `RankOutput`. The rank has written to the file itself."""
 
     def tail(self) -> str:
         """See `RankOutput`."""
@@ -101,6 +121,7 @@ class _Pump(threading.Thread):
         self._target = target
         self._source, self.given = _terminal_like(target) if os.isatty(target) else os.pipe()
         self._seen = b""
+        self._moved_nbytes = 0
 
     def start(self) -> None:
         os.close(self.given)  # the rank's copy is now the only one, so its end is the end of the stream
@@ -113,11 +134,35 @@ class _Pump(threading.Thread):
             while chunk := os.read(self._source, 65536):
                 self._seen = (self._seen + chunk)[-_TAIL_NBYTES:]
                 while chunk:
-                    chunk = chunk[os.write(self._target, chunk) :]
+                    moved_nbytes = os.write(self._target, chunk)
+                    self._moved_nbytes += moved_nbytes
+                    chunk = chunk[moved_nbytes:]
         os.close(self._source)
+
+    def finish(self) -> None:
+        """Wait for the end of the stream, whose writers have ended; it comes at once, however late we get to read it.
+
+        Waits in vain only where our own stream takes nothing for `_STUCK_SECONDS` (a stopped pager), or where somebody
+        outside the job holds the rank's stream: it is then open and empty.
+        """
+        moved_nbytes, since = -1, 0.0
+        while self.is_alive():
+            if moved_nbytes != self._moved_nbytes:
+                moved_nbytes, since = self._moved_nbytes, time.monotonic()
+            patience = _STUCK_SECONDS if _is_readable(self._source) else _OPEN_SECONDS
+            if time.monotonic() - since > patience:
+                return
+            self.join(timeout=0.02)
 
     def seen(self) -> bytes:
         return self._seen
+
+
+def _is_readable(fd: int) -> bool:
+    """Whether something, or the end, can be read from `fd` now."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _terminal_like(target: int) -> tuple[int, int]:
@@ -132,6 +177,12 @@ def last_lines(written: bytes, count: int = _TAIL_LINES) -> str:
     """The last `count` lines of `written` that are not blank; of a progress bar, only its last state."""
     lines = [line.rstrip("\r").rsplit("\r", 1)[-1] for line in written.decode(errors="replace").split("\n")]
     return "\n".join([line for line in lines if line.strip()][-count:])
+
+
+def free_note(path: Path) -> str:
+    """What to add about the disk of `path` when it is full, as that may be why a rank failed; else nothing."""
+    disk = os.statvfs(path)
+    return "; its disk is full" if disk.f_bavail * disk.f_frsize < _TAIL_NBYTES else ""
 
 
 def log_paths(folder: Path, ranks: list[int], now: datetime.datetime) -> list[Path]:

@@ -23,7 +23,7 @@ from types import FrameType, TracebackType
 
 import psutil
 
-__all__ = ["SignalInbox", "adopting_orphans", "descendants", "end_processes", "start_process"]
+__all__ = ["SignalInbox", "adopting_orphans", "descendants", "die_with_parent", "end_processes", "start_process"]
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -58,10 +58,7 @@ def start_process(
     parent = os.getpid()
 
     def before_exec() -> None:
-        if _libc is not None:
-            _libc.prctl(_PR_SET_PDEATHSIG, int(on_our_end), 0, 0, 0)
-            if os.getppid() != parent:  # it ended before the call
-                os._exit(128 + on_our_end)
+        die_with_parent(parent, on_our_end)
         if cores is not None:
             os.sched_setaffinity(0, cores)
 
@@ -73,6 +70,14 @@ def start_process(
         start_new_session=True,
         preexec_fn=before_exec,  # noqa: PLW1509  only system calls in there, and the launcher has no thread yet
     )
+
+
+def die_with_parent(parent: int, signum: signal.Signals) -> None:
+    """Get `signum` when the process `parent`, which forked this one, ends."""
+    if _libc is not None:
+        _libc.prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
+        if os.getppid() != parent:  # it ended before the call
+            os._exit(128 + signum)
 
 
 @contextlib.contextmanager

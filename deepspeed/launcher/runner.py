@@ -17,20 +17,16 @@ import importlib
 import os
 import signal
 import socket
-import subprocess
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType
-
-import psutil
 
 from deepspeed.common.logging import get_logger, set_log_level_from_string
 from deepspeed.errors import DeepSpeedError, LaunchError
 from deepspeed.launcher.arguments import DLTS_HOSTFILE, launch_argv, parse_runner_args
 from deepspeed.launcher.devices import count_devices, hides_all, parse_visible_devices, visible_devices_name
 from deepspeed.launcher.environment import DEEPSPEED_ENVIRONMENT_NAME, EXPORT_ENVS, read_environment_files
+from deepspeed.launcher.guard import Requests, wait_guarded
 from deepspeed.launcher.hostfile import (
     ResourceError,
     Slot,
@@ -44,7 +40,7 @@ from deepspeed.launcher.hostfile import (
 )
 from deepspeed.launcher.pidfile import remove_stale
 from deepspeed.launcher.ports import DEFAULT_PORT, PortLease, lease_port
-from deepspeed.launcher.processes import adopting_orphans, end_processes, start_process
+from deepspeed.launcher.processes import adopting_orphans, start_process
 
 __all__ = [
     "DEEPSPEED_ENVIRONMENT_NAME",
@@ -217,51 +213,10 @@ def _meeting_port(args: argparse.Namespace, hosts: int) -> PortLease:
 def _run_launcher(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run this host's launcher to its end, passing on requests to end; return its exit status."""
     logger.debug("cmd = %s", argv)
-    with adopting_orphans(), _Requests() as requests:
+    with adopting_orphans(), Requests() as requests:
         launcher = start_process(argv, environ, signal.SIGTERM)
-        requests.pass_on_to(launcher)
-        others = {child.pid for child in psutil.Process().children()} - {launcher.pid}
-        code = launcher.wait()
-        if code < 0:  # its ranks died with it; what they had started is ours now
-            logger.error(
-                "the launcher was ended by signal %d (%s), and its ranks with it", -code, signal.Signals(-code).name
-            )
-            end_processes(spared=others, seconds=1)
-    return 128 - code if code < 0 else code
-
-
-class _Requests:
-    """Requests to end (SIGINT, SIGTERM, SIGHUP) go to the launcher, which ends the job; ignored ones stay ignored.
-
-    Python calls handlers in the main thread only; in another thread this does nothing.
-    """
-
-    def __init__(self) -> None:
-        self._early: list[int] = []
-        self._launcher: subprocess.Popen[bytes] | None = None
-        self._before: dict[signal.Signals, signal._HANDLER] = {}
-
-    def __enter__(self) -> _Requests:
-        if threading.current_thread() is threading.main_thread():
-            for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                if signal.getsignal(signum) is not signal.SIG_IGN:
-                    self._before[signum] = signal.signal(signum, self._received)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for signum, handler in self._before.items():
-            signal.signal(signum, handler)
-
-    def pass_on_to(self, launcher: subprocess.Popen[bytes]) -> None:
-        self._launcher = launcher
-        for signum in self._early:
-            launcher.send_signal(signum)
-
-    def _received(self, signum: int, _frame: FrameType | None) -> None:
-        if self._launcher is None:
-            self._early.append(signum)
-        else:
-            self._launcher.send_signal(signum)
+        requests.pass_on_to(launcher.send_signal)
+        return wait_guarded(launcher)
 
 
 if __name__ == "__main__":

@@ -317,6 +317,15 @@ def test_on_a_terminal_a_rank_sees_a_terminal_of_its_size(tmp_path: Path) -> Non
     assert written == b"saw True True 91\r\n"
 
 
+def test_a_slow_reader_gets_everything_a_finished_job_wrote(tmp_path: Path) -> None:
+    (tmp_path / "talk.py").write_text("import sys; sys.stdout.write('x' * 500_000)")
+    runner = shlex.join([sys.executable, "-m", "deepspeed.launcher.runner", "-q", "talk.py"])
+    slow = "import os, sys, time\nwhile data := os.read(0, 4096): time.sleep(0.01); os.write(1, data)"
+    with Job(tmp_path, [f"{runner} | {shlex.join([sys.executable, '-c', slow])} | wc -c"], command=["bash", "-c"]) as job:
+        assert job.wait() == 0
+        assert job.output == "500000\n"
+
+
 def test_a_reader_that_goes_away_ends_the_job(tmp_path: Path) -> None:
     (tmp_path / "talk.py").write_text("while True: print('x' * 1000)")
     runner = shlex.join([sys.executable, "-m", "deepspeed.launcher.runner", "-q", "--num_gpus", "2", "talk.py"])

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from deepspeed.launcher import launch, numa
+from deepspeed.launcher import numa, ranks
 from deepspeed.launcher.arguments import parse_launch_args
 from deepspeed.launcher.hostfile import ResourceError, encode_world_info
 from deepspeed.launcher.launch import rank_commands
@@ -53,7 +53,7 @@ BOUND = [f"--world_info={INFO}", "--bind_cores_to_rank", "--bind_core_list=0-5",
 
 
 def test_cores_are_bound_by_numactl_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch.shutil, "which", lambda _name: "/usr/bin/numactl")
+    monkeypatch.setattr(ranks.shutil, "which", lambda _name: "/usr/bin/numactl")
     monkeypatch.setattr(numa, "machine_nodes", lambda: {0: [0, 1, 2], 1: [3, 4, 5]})
     first, second = rank_commands(parse_launch_args(BOUND), CPU)
     assert first.argv[:6] == ["numactl", "-m", "0", "-C", "0-2", sys.executable]
@@ -63,7 +63,7 @@ def test_cores_are_bound_by_numactl_where_it_is(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_cores_are_bound_by_the_launcher_where_numactl_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch.shutil, "which", lambda _name: None)
+    monkeypatch.setattr(ranks.shutil, "which", lambda _name: None)
     commands = rank_commands(parse_launch_args(BOUND), CPU)
     assert [command.cores for command in commands] == [(0, 1, 2), (3, 4, 5)]
     assert commands[0].argv[0] == sys.executable

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed.launcher.output import LogFile, LogFolderError, last_lines, log_paths
+from deepspeed.launcher.output import LogFile, LogFolderError, free_note, last_lines, log_paths
 
 
 def test_the_last_lines_are_those_that_say_something() -> None:
@@ -48,6 +48,7 @@ def test_a_log_file_holds_both_streams_and_gives_its_tail(tmp_path: Path) -> Non
     stdout, stderr = output.streams()
     subprocess.run(["sh", "-c", "echo one; echo two >&2"], stdout=stdout, stderr=stderr, check=True)
     output.started()
+    output.finish()
     assert output.tail() == "one\ntwo"
     assert (tmp_path / "r.log").read_text() == "one\ntwo\n"
 
@@ -61,6 +62,7 @@ stdout, stderr = output.streams()
 process = subprocess.Popen(sys.argv[1:], stdout=stdout, stderr=stderr)
 output.started()
 process.wait()
+output.finish()
 tail = output.tail()
 open(TAIL, "w").write(tail)
 """
@@ -100,3 +102,63 @@ def test_more_than_a_pipe_holds_is_passed_on_whole(tail_pipe: tuple[int, int]) -
     done, tail = _pass_on(tail_pipe, [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert done.stdout == b"0123456789" * 100000
     assert len(tail) == 16384
+
+
+_OUTLIVED = """
+import os, subprocess, sys, threading, time
+from deepspeed.launcher import output as module
+{patch}
+output = module.PassedOn()
+stdout, stderr = output.streams()
+process = subprocess.Popen(["sh", "-c", "echo last words"], stdout=stdout, stderr=stderr)
+held = os.dup(stdout) if {is_held} else None
+output.started()
+process.wait()
+began = time.monotonic()
+output.finish()
+print(f"{{time.monotonic() - began:.1f}} {{output.tail()}}", file=open("told", "w"))
+"""
+
+
+def test_a_pump_that_is_late_by_seconds_still_passes_everything_on(tmp_path: Path) -> None:
+    patch = "real = os.read; module.os.read = lambda fd, count: (time.sleep(1.5), real(fd, count))[1]"
+    code = _OUTLIVED.format(patch=patch, is_held=False)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, check=True)
+    assert done.stdout == b"last words\n"
+    assert (tmp_path / "told").read_text().split(maxsplit=1)[1] == "last words\n"
+
+
+def test_a_stream_that_an_outsider_holds_open_is_not_waited_for(tmp_path: Path) -> None:
+    code = _OUTLIVED.format(patch="", is_held=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, check=True, timeout=30)
+    assert done.stdout == b"last words\n"
+
+
+def test_a_reader_of_ours_that_takes_nothing_is_waited_for_in_vain_for_a_moment_only(tmp_path: Path) -> None:
+    code = _OUTLIVED.format(patch="module._STUCK_SECONDS = 0.5", is_held=False)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    while True:
+        try:
+            os.write(writer, b"x" * 4096)
+        except BlockingIOError:
+            break
+    os.set_blocking(writer, True)
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdout=writer)
+    os.close(writer)
+    assert process.wait(30) == 0
+    os.close(reader)
+    assert (tmp_path / "told").read_text().split(maxsplit=1)[1] == "last words\n"
+
+
+def test_a_log_file_that_cannot_be_made_is_an_error_with_its_name(tmp_path: Path) -> None:
+    (tmp_path / "r.log").mkdir()
+    with pytest.raises(LogFolderError, match=r"r\.log: Is a directory; give a writable folder"):
+        LogFile(tmp_path / "r.log")
+
+
+def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert free_note(tmp_path) == ""
+    full = os.statvfs_result((4096, 4096, 100, 0, 0, 100, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda _path: full)
+    assert free_note(tmp_path) == "; its disk is full"
