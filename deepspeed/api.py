@@ -26,6 +26,7 @@ from deepspeed.common.logging import log_dist, set_log_level_from_string
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.arguments import config_from_args
 from deepspeed.config.load import load_config
+from deepspeed.elasticity.elasticity import ensure_immutable_elastic_config
 from deepspeed.engine.build import EngineRequest, build_engine
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.recording import StepRecorder
@@ -98,6 +99,8 @@ def initialize(
     )
     dp_world_size = mpu.get_data_parallel_world_size() if hasattr(mpu, "get_data_parallel_world_size") else get_world_size()
     parsed = DeepSpeedConfig(source, mpu=mpu, dp_world_size=dp_world_size)
+    if parsed.elasticity.enabled:
+        ensure_immutable_elastic_config(parsed.raw["elasticity"])
     if mesh_param is not None:
         raise UnbuiltFeatureError(f"initialize(mesh_param={mesh_param}): sequence parallelism is not built yet. Drop it.")
     if parsed.is_given("comms_logger"):

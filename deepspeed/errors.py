@@ -21,6 +21,18 @@ class BatchSizeError(ConfigError, AssertionError):
     """The batch triangle does not hold. Also an AssertionError, which clients of the original catch."""
 
 
+class ElasticityError(ConfigError):
+    """The block `elasticity` cannot be used as it is."""
+
+
+class ElasticityConfigError(ElasticityError):
+    """The block contradicts itself, the rest of the configuration, or what the scheduler was told."""
+
+
+class ElasticityIncompatibleWorldSize(ElasticityError):
+    """The elastic batch does not divide over so many ranks; the text names counts that fit."""
+
+
 class UnbuiltFeatureError(ConfigError, NotImplementedError):
     """A documented feature that this version does not have yet was asked for."""
 

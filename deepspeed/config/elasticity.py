@@ -1,11 +1,13 @@
 """The block `elasticity`: batch sizes that stay the same on many numbers of ranks.
 
-Lives here: keys and ranges. Does not live here: which sizes and counts fit (`elasticity.batch`).
+Lives here: keys and ranges. Does not live here: which sizes and counts fit (`elastic_batch`),
+the environment variable of schedulers (`deepspeed.elasticity`), loading (`engine.resuming`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field
@@ -25,7 +27,7 @@ def _version(value: object) -> object:
 
 
 class ElasticityConfig(ConfigModel):
-    """`elasticity`: choose a global batch that many numbers of ranks can train with."""
+    """`elasticity`: choose a global batch that many numbers of ranks can train with, and go on where training stood."""
 
     enabled: bool = False
     """Choose the batch sizes; `train_batch_size` and its relatives then stay out of the configuration."""
@@ -59,6 +61,10 @@ class ElasticityConfig(ConfigModel):
 
     version: Annotated[float, BeforeValidator(_version)] = 0.2
     """Version of the rule, 0.1 or 0.2."""
+
+    auto_resume: Path | None = None
+    """Folder of checkpoints; `initialize` loads the newest whole one before it returns, if there is one, on any number of
+    ranks. Works with and without `enabled`."""
 
     def check(self) -> Iterable[Refusal]:
         """Enabled, it needs its limits; versions differ in what they know."""

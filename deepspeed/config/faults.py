@@ -14,7 +14,13 @@ from typing import NamedTuple, NoReturn
 
 from pydantic_core import PydanticCustomError
 
-from deepspeed.errors import BatchSizeError, ConfigError, UnbuiltFeatureError
+from deepspeed.errors import (
+    BatchSizeError,
+    ConfigError,
+    ElasticityConfigError,
+    ElasticityIncompatibleWorldSize,
+    UnbuiltFeatureError,
+)
 
 __all__ = ["ABSENT", "Fault", "FaultKind", "Refusal", "nearest", "raise_faults", "refuse"]
 
@@ -36,6 +42,8 @@ class FaultKind(Enum):
     VALUE = "value"
     BATCH = "batch"
     UNBUILT = "unbuilt"
+    ELASTIC = "elastic"
+    ELASTIC_RANKS = "elastic ranks"
 
 
 class Fault(NamedTuple):
@@ -47,12 +55,12 @@ class Fault(NamedTuple):
     needed: str
     """Continues "needed ..."; no full stop."""
     cure: str
-    """A sentence, or several."""
+    """A sentence, or several; empty where `needed` says it all."""
     kind: FaultKind = FaultKind.VALUE
 
     def __str__(self) -> str:
-        """One line of the report; that of the batch triangle names its keys itself."""
-        if self.kind is FaultKind.BATCH:
+        """One line of the report; one without a cure, as of the batch triangle, is a whole text that names its keys itself."""
+        if not self.cure:
             return self.needed
         return f"{self.path} = {_show(self.given)}: {self.needed}. {self.cure}"
 
@@ -84,13 +92,20 @@ def raise_faults(faults: Sequence[Fault], source_name: str) -> NoReturn:
 
     Raises:
         BatchSizeError: when one of them is about the batch triangle (clients catch the AssertionError that it is).
+        ElasticityConfigError, ElasticityIncompatibleWorldSize: else when one of them is about elasticity.
         UnbuiltFeatureError: when all of them are features that are not built yet.
         ConfigError: otherwise.
     """
     kinds = {fault.kind for fault in faults}
     error: type[ConfigError] = ConfigError
-    if FaultKind.BATCH in kinds:
-        error = BatchSizeError
+    of_kind = {
+        FaultKind.BATCH: BatchSizeError,
+        FaultKind.ELASTIC: ElasticityConfigError,
+        FaultKind.ELASTIC_RANKS: ElasticityIncompatibleWorldSize,
+    }
+    found = [special for kind, special in of_kind.items() if kind in kinds]
+    if found:
+        error = found[0]
     elif kinds == {FaultKind.UNBUILT}:
         error = UnbuiltFeatureError
     count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"

@@ -21,12 +21,18 @@ from deepspeed.common.logging import warn_once
 from deepspeed.config.base import ConfigModel, faults_of, parse, unknown_key
 from deepspeed.config.batch import resolve_batch
 from deepspeed.config.blocks import Block, OptionalBlock, blocks_of
+from deepspeed.config.elastic_batch import elastic_sizes
 from deepspeed.config.faults import Fault, FaultKind, raise_faults
 from deepspeed.config.load import Source, load_config
 from deepspeed.config.top import TopLevel
 from deepspeed.config.unbuilt import unbuilt_faults
 from deepspeed.config.walk import with_home
-from deepspeed.errors import ArgumentError, BatchSizeError
+from deepspeed.errors import (
+    ArgumentError,
+    BatchSizeError,
+    ElasticityConfigError,
+    ElasticityIncompatibleWorldSize,
+)
 
 if TYPE_CHECKING:
     from deepspeed.config.checkpoint import CheckpointConfig, DataStatesConfig, NebulaConfig
@@ -154,7 +160,7 @@ class DeepSpeedConfig(TopLevel):
         wrong = {fault.path for fault in scalar_faults}
         faults = [*placed.faults, *scalar_faults, *self._read_blocks(placed.blocks, wrong), *self._clip_as_optimizer_says()]
         faults += [fault for check in CROSS_CHECKS if check.concerns(self, wrong) for fault in check.find(self)]
-        if not wrong & _BATCH_KEYS:
+        if not any(path in _BATCH_KEYS or path.startswith("elasticity") for path in wrong):
             faults += self._resolve_batch(_Places(mpu, mesh_device, dp_world_size, world_size))
         faults += unbuilt_faults(self)
         if faults:
@@ -209,7 +215,8 @@ class DeepSpeedConfig(TopLevel):
         faults: list[Fault] = []
         for name, (path, value) in given.items():
             model, errors = parse(blocks_of(type(self))[name].model.model_validate, cast("Mapping[str, object]", value))
-            faults += faults_of(errors, path)
+            found = faults_of(errors, path)
+            faults += [fault._replace(kind=FaultKind.ELASTIC) for fault in found] if name == "elasticity" else found
             wrong |= {fault.path for fault in faults_of(errors, name)}
             if model is not None:
                 self._blocks[name] = model
@@ -239,6 +246,8 @@ class DeepSpeedConfig(TopLevel):
             faults.append(
                 Fault("data_parallel_size", self.data_parallel_size, f"needed {ranks}, the ranks there are", "Leave it out.")
             )
+        if self.is_given("elasticity") and self.elasticity.enabled:
+            return [*faults, *self._take_elastic_batch(ranks)]
         given = (self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps)
         try:
             sizes = resolve_batch(*given, ranks)
@@ -249,8 +258,27 @@ class DeepSpeedConfig(TopLevel):
         self.gradient_accumulation_steps = sizes.accumulation
         return faults
 
+    def _take_elastic_batch(self, ranks: int) -> list[Fault]:
+        """Make the three batch sizes those that `elasticity` chooses for `ranks` data-parallel ranks."""
+        block = self.elasticity
+        try:
+            sizes = elastic_sizes(block, ranks * block.model_parallel_size)
+        except ElasticityIncompatibleWorldSize as error:
+            return [Fault("elasticity", ranks, str(error), "", FaultKind.ELASTIC_RANKS)]
+        except ElasticityConfigError as error:
+            return [Fault("elasticity", {}, str(error), "", FaultKind.ELASTIC)]
+        chosen = dict(zip(_BATCH_KEYS, sizes, strict=False))
+        for key, size in chosen.items():
+            if self.is_given(key) and getattr(self, key) != size and block.ignore_non_elastic_batch_info:
+                warn_once(
+                    ("elasticity", key), "%s = %s is not used: elasticity chooses %d", key, getattr(self, key), size
+                )
+            setattr(self, key, size)
+        return []
 
-_BATCH_KEYS = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}
+
+_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+"""In the order of `BatchSizes` and `ElasticSizes`."""
 
 
 class _Places(NamedTuple):
@@ -426,7 +454,8 @@ def elasticity_chooses_the_batch(config: DeepSpeedConfig) -> Iterable[Fault]:
         for key in sorted(_BATCH_KEYS):
             if config.is_given(key):
                 cure = "Leave it out, or set elasticity.ignore_non_elastic_batch_info."
-                yield Fault(key, getattr(config, key), "needed none: elasticity.enabled chooses the batch", cure)
+                needed = "needed none: elasticity.enabled chooses the batch"
+                yield Fault(key, getattr(config, key), needed, cure, FaultKind.ELASTIC)
 
 
 def tiers_copy_whole_folders(config: DeepSpeedConfig) -> Iterable[Fault]:

@@ -102,7 +102,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("compression_training", _OFF, lambda block: block.is_enabled),
     Unbuilt("quantize_training.enabled", _OFF),
     Unbuilt("weight_quantization", _OFF, lambda block: block is not None and block.enabled),
-    Unbuilt("elasticity.enabled", "Set train_batch_size and train_micro_batch_size_per_gpu."),
 )
 
 

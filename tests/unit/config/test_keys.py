@@ -519,6 +519,7 @@ BLOCKS: dict[str, dict[str, tuple[Any, list[Any]]]] = {
         "model_parallel_size": (1, [2]),
         "prefer_larger_batch": (True, [False]),
         "ignore_non_elastic_batch_info": (False, [True]),
+        "auto_resume": (None, [Path("runs")]),
         "version": (0.2, [0.1, "0.2"]),
     },
 }

@@ -26,7 +26,6 @@ SWITCH_ON: dict[str, Any] = {
     "sparse_attention": {},
     "compression_training": {"layer_reduction": {"enabled": True}},
     "weight_quantization": {},
-    "elasticity.enabled": True,
 }
 
 
@@ -37,9 +36,6 @@ def nested(path: str, value: Any) -> dict[str, Any]:
 
 def config_that_asks(key: str, only_with: str) -> dict[str, Any]:
     given = {"train_batch_size": 4} | nested(key, SWITCH_ON.get(key, True))
-    if key == "elasticity.enabled":
-        limits = {"max_train_batch_size": 8, "micro_batch_sizes": [2], "ignore_non_elastic_batch_info": True}
-        given["elasticity"] |= limits
     if key == "curriculum_learning.enabled":
         schedule = {"min_difficulty": 1, "max_difficulty": 2, "schedule_type": "custom"}
         given["curriculum_learning"] |= schedule
