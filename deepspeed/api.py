@@ -1,7 +1,8 @@
 """The public entry points: `initialize`, and `load_ds_config`, which reads a config without checking it.
 
 args, model, config ---> comm.world (process group) ---> config (every fault at once) ---> topology.mesh
----> engine.build (chooses the parts) ---> engine, optimizer, loader, schedule
+---> engine.build (chooses the parts) ---> engine.resuming (`elasticity.auto_resume`)
+---> engine, optimizer, loader, schedule
 
 In a job of `deepspeed verify` the config may be replaced by its stage 0, and the engine is recorded.
 """
@@ -30,6 +31,7 @@ from deepspeed.elasticity.elasticity import ensure_immutable_elastic_config
 from deepspeed.engine.build import EngineRequest, build_engine
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.recording import StepRecorder
+from deepspeed.engine.resuming import resume_newest
 from deepspeed.errors import ArgumentError, UnbuiltFeatureError
 from deepspeed.launcher.verification import Verification
 from deepspeed.topology.groups import set_current
@@ -84,6 +86,7 @@ def initialize(
     Raises:
         ArgumentError: no model, no config or two of them.
         ConfigError: everything that is wrong with the config.
+        CheckpointError: `elasticity.auto_resume` names a folder whose checkpoints are all damaged, or do not fit the model.
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"initialize(model={model!r}): a torch.nn.Module is needed. Pass the model to train.")
@@ -124,6 +127,8 @@ def initialize(
                 mpu=mpu,
             )
         )
+    if parsed.elasticity.auto_resume is not None:
+        resume_newest(engine, parsed.elasticity.auto_resume)
     if verification is not None and engine.optimizer is not None:
         facts = {"stage": str(parsed.zero_optimization.stage), "ranks": str(get_world_size())}
         file = partial(verification.file, next(_engines))

@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 
 __all__ = ["HIGHLY_COMPOSITE", "ElasticBatch", "ElasticSizes", "elastic_batch", "elastic_sizes"]
 
-HIGHLY_COMPOSITE = (
-    *(1, 2, 4, 6, 12, 24, 36, 48, 60, 120, 180, 240, 360, 720, 840, 1260, 1680, 2520, 5040, 7560, 10080, 15120, 20160, 25200),
-    *(27720, 45360, 50400, 55440, 83160, 110880, 166320, 221760, 277200, 332640, 498960, 554400, 665280, 720720),
+_RECORDS = (
+    "1 2 4 6 12 24 36 48 60 120 180 240 360 720 840 1260 1680 2520 5040 7560 10080 15120 20160 25200 27720 45360 50400"
 )
+_LARGE_RECORDS = "55440 83160 110880 166320 221760 277200 332640 498960 554400 665280 720720"
+HIGHLY_COMPOSITE = tuple(map(int, f"{_RECORDS} {_LARGE_RECORDS}".split()))
 """Numbers with more divisors than any smaller one: batches of so many micro-batches suit the most numbers of ranks."""
 
 
@@ -88,8 +89,8 @@ def elastic_sizes(block: ElasticityConfig, ranks: int) -> ElasticSizes:
     if count not in batch.counts:
         raise ElasticityIncompatibleWorldSize(
             f"{count} data-parallel ranks cannot share the elastic batch of {batch.train} samples: needed "
-            f"{_nearest(batch.counts, count)} ranks. Start one of these counts, or let elasticity.version be 0.2, which finds a "
-            "batch for every count."
+            f"{_nearest(batch.counts, count)} ranks. Start one of these counts, or let elasticity.version "
+            "be 0.2, which finds a batch for every count."
         )
     micro = _micro_batch(block, batch.train, count, ranks)
     return ElasticSizes(batch.train, micro, batch.train // (micro * count), batch.counts)
@@ -138,9 +139,9 @@ def _fitting_counts(train: int, micros: Sequence[int], counts: tuple[int, int]) 
 def _required(found: ElasticBatch | None, block: ElasticityConfig) -> ElasticBatch:
     if found is None:
         raise ElasticityConfigError(
-            f"no batch of up to {block.max_train_batch_size} samples divides into micro-batches of {block.micro_batch_sizes} "
-            f"over {block.min_gpus} to {block.max_gpus} ranks. Raise elasticity.max_train_batch_size, add smaller "
-            "micro_batch_sizes, or widen min_gpus and max_gpus."
+            f"no batch of up to {block.max_train_batch_size} samples divides into micro-batches of "
+            f"{block.micro_batch_sizes} over {block.min_gpus} to {block.max_gpus} ranks. "
+            "Raise elasticity.max_train_batch_size, add smaller micro_batch_sizes, or widen min_gpus and max_gpus."
         )
     return found
 

@@ -59,7 +59,7 @@ class Fault(NamedTuple):
     kind: FaultKind = FaultKind.VALUE
 
     def __str__(self) -> str:
-        """One line of the report; one without a cure, as of the batch triangle, is a whole text that names its keys itself."""
+        """One line of the report; one without a cure, as of the batch triangle, is a text that names its keys itself."""
         if not self.cure:
             return self.needed
         return f"{self.path} = {_show(self.given)}: {self.needed}. {self.cure}"

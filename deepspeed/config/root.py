@@ -270,9 +270,7 @@ class DeepSpeedConfig(TopLevel):
         chosen = dict(zip(_BATCH_KEYS, sizes, strict=False))
         for key, size in chosen.items():
             if self.is_given(key) and getattr(self, key) != size and block.ignore_non_elastic_batch_info:
-                warn_once(
-                    ("elasticity", key), "%s = %s is not used: elasticity chooses %d", key, getattr(self, key), size
-                )
+                warn_once(("elasticity", key), "%s = %s is not used: elasticity chooses %d", key, getattr(self, key), size)
             setattr(self, key, size)
         return []
 

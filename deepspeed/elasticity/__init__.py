@@ -1,7 +1,7 @@
 """Jobs whose number of hosts changes: the batch for every count, and the agent of a host. Loaded when first used.
 
-Does not live here: the arithmetic of batches (`config.elastic_batch`), the launcher's elastic mode (`launcher`), going on from
-a checkpoint (`engine.resuming`).
+Does not live here: the arithmetic of batches (`config.elastic_batch`), the launcher's elastic mode (`launcher`), going on
+from a checkpoint (`engine.resuming`).
 """
 
 from __future__ import annotations

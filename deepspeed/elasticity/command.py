@@ -24,7 +24,9 @@ def main(words: Sequence[str] | None = None) -> None:
     """Run the command; None means the words of this process. Exits with status 1 and the reason when there is no batch."""
     parser = argparse.ArgumentParser(prog="ds_elastic", description="Show the elastic batch of a configuration.")
     parser.add_argument("-c", "--config", required=True, help="the configuration: a JSON or HJSON file")
-    parser.add_argument("-w", "--world-size", type=int, default=0, help="ranks to compute the micro-batch for; default: none")
+    parser.add_argument(
+        "-w", "--world-size", type=int, default=0, help="ranks to compute the micro-batch for; default: none"
+    )
     args = parser.parse_args(words)
     try:
         sys.stdout.write(_report(args.config, args.world_size))

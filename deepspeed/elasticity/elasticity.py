@@ -1,6 +1,7 @@
 """The functions that schedulers and clients call about the block `elasticity`.
 
-Does not live here: the arithmetic (`config.elastic_batch`). The limits as an object (`config`). Called by users, by `command`, and by `deepspeed.initialize`.
+Does not live here: the arithmetic (`config.elastic_batch`), the limits as an object (`config`). Called by users, by
+`command`, and by `deepspeed.initialize`.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ def compute_elastic_config(
     Args:
         ds_config: the whole configuration as a dict.
         target_deepspeed_version: version that will run the job.
-        world_size: ranks of the job, model-parallel ones included. 0: not known yet, or what the variable WORLD_SIZE says where
-            a number of ranks is needed.
+        world_size: ranks of the job, model-parallel ones included. 0: not known yet, or what the variable WORLD_SIZE says
+            where a number of ranks is needed.
         return_microbatch: also give the micro-batch of these ranks. It is given whenever `world_size` is.
 
     Returns:
@@ -103,7 +104,9 @@ def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, An
     try:
         told = json.loads(text)
     except ValueError as error:
-        raise ElasticityConfigError(f"{SCHEDULER_VARIABLE} is no JSON ({error}). Let it hold the block elasticity.") from None
+        raise ElasticityConfigError(
+            f"{SCHEDULER_VARIABLE} is no JSON ({error}). Let it hold the block elasticity."
+        ) from None
     if not isinstance(told, Mapping):
         raise ElasticityConfigError(f"{SCHEDULER_VARIABLE} holds a {type(told).__name__}: needed the block elasticity.")
     theirs, ours = ElasticityConfig(told), ElasticityConfig(runtime_elastic_config_dict)

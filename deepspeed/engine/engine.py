@@ -56,6 +56,10 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, SavingMembers, LoadingMem
         self._was_step_applied = False
         self._undecided: UndecidedStep | None = None
         self._in_no_sync = False
+        self.resumed_from: str | None = None
+        """Path of the checkpoint that `elasticity.auto_resume` found; None: training starts at its beginning."""
+        self.resumed_client_state: dict[str, Any] | None = None
+        """The client state in it."""
 
     # -- one micro-batch ----------------------------------------------------------------------------------------------
 

@@ -93,7 +93,7 @@ def saved_tags(save_dir: Path) -> list[SavedTag]:
         try:
             found.append(_saved_tag(path))
         except (OSError, ValueError) as error:
-            _logger.warning("%s cannot be read (%s), so retention leaves it alone. Remove it by hand.", path, error)
+            _logger.warning("%s cannot be read (%s), so its checkpoint is passed over. Remove it by hand.", path, error)
     return found
 
 

@@ -36,7 +36,7 @@ def test_the_micro_batches_of_the_first_example(ranks: int, micro: int, accumula
 
 
 def test_a_count_that_does_not_fit_is_refused_with_the_nearest_that_do() -> None:
-    with pytest.raises(ElasticityIncompatibleWorldSize, match="64 data-parallel ranks.*needed 60 or 70 ranks"):
+    with pytest.raises(ElasticityIncompatibleWorldSize, match=r"64 data-parallel ranks.*needed 60 or 70 ranks"):
         elastic_sizes(block([2, 4, 6], 2000), 64)
 
 
@@ -74,13 +74,15 @@ def test_a_count_that_fits_none_for_many_gets_a_batch_of_its_own_from_version_2(
 
 
 def test_too_many_ranks_for_the_limit_are_refused_by_name() -> None:
-    with pytest.raises(ElasticityIncompatibleWorldSize, match="a batch of at least 18.*max_train_batch_size, 16.*at most 8"):
+    with pytest.raises(
+        ElasticityIncompatibleWorldSize, match=r"a batch of at least 18.*max_train_batch_size, 16.*at most 8"
+    ):
         elastic_sizes(block([2, 4], 16, version=0.2), 9)
 
 
 def test_ranks_that_do_not_make_whole_model_parallel_groups_are_refused() -> None:
     example = block([2, 4], 16, version=0.2, num_gpus_per_node=2, model_parallel_size=2)
-    with pytest.raises(ElasticityIncompatibleWorldSize, match="3 ranks with elasticity.model_parallel_size 2"):
+    with pytest.raises(ElasticityIncompatibleWorldSize, match=r"3 ranks with elasticity.model_parallel_size 2"):
         elastic_sizes(example, 3)
 
 

@@ -28,7 +28,8 @@ def _no_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config(**more: Any) -> dict[str, Any]:
-    return {"elasticity": {"enabled": True, "max_train_batch_size": 2000, "micro_batch_sizes": [2, 4, 6], "version": 0.1} | more}
+    limits = {"max_train_batch_size": 2000, "micro_batch_sizes": [2, 4, 6]}
+    return {"elasticity": {"enabled": True, "version": 0.1} | limits | more}
 
 
 def test_a_batch_and_its_counts() -> None:
