@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from deepspeed.common.logging import get_logger
-from deepspeed.config.elastic_batch import elastic_batch, elastic_sizes
+from deepspeed.config.elastic_batch import ElasticBatch, elastic_batch, elastic_sizes
 from deepspeed.elasticity.config import ElasticityConfig
 from deepspeed.errors import ElasticityConfigError, ElasticityError
 
@@ -60,7 +60,7 @@ def compute_elastic_config(
         raise ElasticityConfigError('elasticity is not enabled. Set "enabled": true in the block to get an elastic batch.')
     block = ElasticityConfig(ds_config["elasticity"])
     if not world_size and not (return_microbatch or block.version >= 0.2):
-        return tuple(elastic_batch(block))
+        return _pair(elastic_batch(block))
     ranks = world_size or _started_ranks()
     if ranks is None:
         if return_microbatch:
@@ -68,11 +68,15 @@ def compute_elastic_config(
                 "return_microbatch without world_size, and WORLD_SIZE is not set: the micro-batch depends on the number of "
                 "ranks. Give world_size."
             )
-        return tuple(elastic_batch(block))
+        return _pair(elastic_batch(block))
     if not world_size and not return_microbatch:
-        return tuple(elastic_batch(block, ranks))
+        return _pair(elastic_batch(block, ranks))
     sizes = elastic_sizes(block, ranks)
     return sizes.train, sizes.counts, sizes.micro
+
+
+def _pair(batch: ElasticBatch) -> tuple[int, list[int]]:
+    return batch.train, batch.counts
 
 
 def _started_ranks() -> int | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from deepspeed.checkpoint.agreement import ranks_of, together
 from deepspeed.checkpoint.disk.tags import read_latest
@@ -69,7 +69,7 @@ def _places(engine: DeepSpeedEngine, folder: Path) -> list[_Place]:
     ranks = ranks_of(mesh.rank, mesh.world_size)
     folders = [folder, *load_places(config.nebula)]
 
-    def look(_: object) -> list[list[str]]:
+    def look(_: object) -> list[Any]:
         return [list(place) for place in _tags(folders, prefers_universal=config.checkpoint.load_universal)]
 
     if engine._parts.nodes is not None:
