@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +25,14 @@ from deepspeed.checkpoint.save.tiers import choose_load_dir, load_places
 from deepspeed.checkpoint.source import OptimizerState
 from deepspeed.common.logging import get_logger, warn_once
 from deepspeed.engine.random_state import set_random_state
-from deepspeed.engine.weights import other_tensors, set_extra_state, some_names
+from deepspeed.engine.weights import extra_state, persistent_buffers, set_extra_state, some_names, unmanaged_parameters
 from deepspeed.errors import CheckpointError
 from deepspeed.offload.heap import give_back_freed
 from deepspeed.zero.state_io import agree_on_scalars, load_state
 
 if TYPE_CHECKING:
     from deepspeed.config import DeepSpeedConfig
+    from deepspeed.engine.own_state import OwnState
     from deepspeed.engine.parts import EngineParts
     from deepspeed.zero.optimizer import ZeroOptimizer
 
@@ -116,18 +117,26 @@ class LoadingMembers:
         """See that everything fits, then load. What can be refused is refused before any value changes."""
         stored = None if custom_load_fn is not None else self._fitting(source, strict=strict)
         optimizer_load = self._fitting_optimizer(source) if with_optimizer else None
+        rank_state = self._rank_state_in(source, only_module=only_module)
+        has_as_many_ranks = source.state["dp_world_size"] == self._parts.mesh.data_parallel.size
+        own = cast("OwnState", rank_state if has_as_many_ranks else {})
         if stored is None:
             assert custom_load_fn is not None  # else there are fitting weights
             self._load_by(custom_load_fn, self._state_dict_of(source))
         else:
-            self._load_module(source, stored)
-        set_extra_state(self.module, source.state["extra_state"])
+            self._load_module(source, stored, own.get("buffers", {}))
+        set_extra_state(self.module, {**source.state["extra_state"], **own.get("extra_state", {})})
         if optimizer_load is not None:
             optimizer_load()
             if source.state["loss_scaler"]:
                 self._parts.loss_guard.scaler.load_state_dict(source.state["loss_scaler"])
         if not only_module:
-            self._load_progress(source, with_schedule)
+            self._load_progress(source, rank_state, with_schedule)
+
+    def _rank_state_in(self, source: CheckpointSource, *, only_module: bool) -> dict[str, Any]:
+        """What this rank stored for itself, as far as it is needed."""
+        has_own = next(persistent_buffers(self.module), None) is not None or extra_state(self.module)
+        return {} if only_module and not has_own else source.rank_state(self._parts.mesh.rank)
 
     def _open(self, load_dir: Path, tag: str | None) -> tuple[Path, CheckpointSource] | None:
         """Find the checkpoint that is meant, on this node's disk, in the tiers, or in `load_dir`, and open it there."""
@@ -142,7 +151,7 @@ class LoadingMembers:
         found = resolve_tag(load_dir, tag, rank=rank, world_size=world_size, prefer_universal=universal)
         return None if found is None else (load_dir, open_checkpoint(load_dir, found, rank=rank, world_size=world_size))
 
-    def _load_module(self, source: CheckpointSource, stored: Mapping[str, str]) -> None:
+    def _load_module(self, source: CheckpointSource, stored: Mapping[str, str], own_buffers: Mapping[str, Tensor]) -> None:
         """Read every value that the model and the checkpoint both have; `stored` as `_fitting` gives it."""
         for flat in self._parts.partition.flats:
             with flat.replacing():  # one after another: what a rank meets in one, all know before they enter the next
@@ -155,12 +164,13 @@ class LoadingMembers:
                     flat.round_masters()
         for name, tensor in self._others():
             if name in stored:
-                tensor.copy_(source.read(stored[name]).view(tensor.shape))
+                tensor.copy_(own_buffers[name] if name in own_buffers else source.read(stored[name]).view(tensor.shape))
 
     def _others(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters and buffers that no flat group manages."""
         managed = {member.name for flat in self._parts.partition.flats for member in flat.members}
-        return other_tensors(self.module, managed)
+        yield from unmanaged_parameters(self.module, managed)
+        yield from persistent_buffers(self.module)
 
     def _fitting(self, source: CheckpointSource, *, strict: bool) -> dict[str, str]:
         """Name of each weight and buffer that the model and the checkpoint both have -> the stored tensor."""
@@ -194,19 +204,18 @@ class LoadingMembers:
             return None
         return _fitting_optimizer(self.optimizer, source, stored, self._parts.partition.group_names)
 
-    def _load_progress(self, source: CheckpointSource, with_schedule: bool) -> None:
-        """Counters, schedule, place in the data, random generators."""
+    def _load_progress(self, source: CheckpointSource, rank_state: Mapping[str, Any], with_schedule: bool) -> None:
+        """Counters, schedule, place in the data, random generators; `rank_state` is what this rank stored for itself."""
         state = source.state
         if with_schedule and self.lr_scheduler is not None and state["lr_scheduler"] is not None:
             self.lr_scheduler.load_state_dict(state["lr_scheduler"])
         self.global_steps, self.global_samples = state["global_steps"], state["global_samples"]
         self.skipped_steps = state["skipped_steps"]
         self._parts.accumulation.restart(state["micro_steps"])
-        own = source.rank_state(self._parts.mesh.rank)
         if self.training_dataloader is not None and state["data"] is not None:
             self.training_dataloader.load_state_dict(state["data"])
-            self.training_dataloader.load_rank_state_dict((own or source.rank_state(0)).get("data", {}))
-        set_random_state(own)
+            self.training_dataloader.load_rank_state_dict((rank_state or source.rank_state(0)).get("data", {}))
+        set_random_state(rank_state)
 
     def _forget_open_window(self) -> None:
         """Gradients and losses from before the load belong to other weights."""

@@ -2,7 +2,7 @@
 
     masters (or weights), frozen weights, buffers, optimizer tensors --> Pieces, shared out over the ranks
     counters, schedule, loss scale, hyperparameters, data position   --> state (`checkpoint.source.EngineState`)
-    random generators                                                --> rank_state, one per rank
+    random generators, buffers that differ from the first rank's     --> rank_state, one per rank
 
 A weight is stored once, in the highest precision there is: `master/<name>` where the model is 16-bit, else `module/<name>`.
 Both load into any engine, 16-bit or not. Does not live here: loading (`loading`), whole models
@@ -28,8 +28,9 @@ from deepspeed.checkpoint.save.writer import Content
 from deepspeed.checkpoint.source import OptimizerState
 from deepspeed.common.logging import warn_once
 from deepspeed.config.secrets import without_secrets
+from deepspeed.engine.own_state import OwnState, own_state
 from deepspeed.engine.random_state import get_random_state
-from deepspeed.engine.weights import extra_state, other_tensors, persistent_buffers, shared_names
+from deepspeed.engine.weights import extra_state, persistent_buffers, shared_names, unmanaged_parameters
 from deepspeed.errors import ArgumentError, CheckpointError
 from deepspeed.sharding import even_range
 from deepspeed.zero.state_io import Scalars, state_pieces, state_scalars
@@ -97,11 +98,13 @@ class SavingMembers:
         if self.optimizer is not None:
             self.optimizer.master.drain()
         scalars = None if self.optimizer is None else _optimizer_scalars(self.optimizer, self._parts.partition)
+        ranks = self._parts.mesh.data_parallel
+        own = own_state(self.module, ranks_of(ranks.rank, ranks.size, ranks.group if ranks.size > 1 else None))
         content = Content(
             self._pieces(exclude_frozen_parameters),
             lambda: {**self._state(exclude_frozen_parameters, scalars)},
             lambda: _checked_client_state(client_state),
-            lambda: _rank_state(self.training_dataloader),
+            lambda: _rank_state(self.training_dataloader, own()),
         )
         self._parts.saver.save(Path(save_dir), tag, content, save_latest=save_latest)
         return True
@@ -136,9 +139,15 @@ class SavingMembers:
                 name = names.optimizer_tensor(piece.member.name, piece.key)
                 yield Piece(name, tuple(piece.shape), piece.start, piece.values)
         share = self._parts.write_shares.of(self._parts.mesh.data_parallel.ranks)
-        for number, (name, tensor) in enumerate(other_tensors(self.module, managed, exclude_frozen=exclude_frozen)):
+        others = unmanaged_parameters(self.module, managed, exclude_frozen=exclude_frozen)
+        for number, (name, param) in enumerate(others):
             if number % share.parts == share.part:
-                yield Piece.whole(names.module_tensor(name), tensor)
+                yield Piece.whole(names.module_tensor(name), param)
+        if (
+            self._parts.mesh.data_parallel.rank == 0
+        ):  # all of one rank: what two ranks made of their batches is not one model
+            for name, buffer in persistent_buffers(self.module):
+                yield Piece.whole(names.module_tensor(name), buffer)
 
     def _state(self, exclude_frozen: bool, scalars: Scalars | None) -> EngineState:
         loader = self.training_dataloader
@@ -172,9 +181,9 @@ class SavingMembers:
         }
 
 
-def _rank_state(loader: Any) -> dict[str, Any]:
-    """What differs by rank: random generators, and what the order of the data was drawn from."""
-    return {**get_random_state(), **({} if loader is None else {"data": loader.rank_state_dict()})}
+def _rank_state(loader: Any, own: OwnState) -> dict[str, Any]:
+    """What differs by rank: random generators, what the order of the data was drawn from, what of the model is its own."""
+    return {**get_random_state(), **({} if loader is None else {"data": loader.rank_state_dict()}), **own}
 
 
 def _flat_pieces(flat: FlatGroup, parts: int, part: int) -> Iterator[Piece]:

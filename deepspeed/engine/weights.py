@@ -10,17 +10,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["extra_state", "other_tensors", "persistent_buffers", "shared_names", "some_names"]
+__all__ = ["extra_state", "persistent_buffers", "set_extra_state", "shared_names", "some_names", "unmanaged_parameters"]
 
 _NAMES_SHOWN = 5
 
 
-def other_tensors(module: nn.Module, managed: Set[str], *, exclude_frozen: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Parameters that are not in `managed`, then persistent buffers."""
+def unmanaged_parameters(
+    module: nn.Module, managed: Set[str], *, exclude_frozen: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Parameters that are not in `managed`."""
     for name, param in module.named_parameters():
         if name not in managed and (param.requires_grad or not exclude_frozen):
             yield name, param.detach()
-    yield from persistent_buffers(module)
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,104 @@
+"""What a rank's copy of the model holds otherwise than the first data-parallel rank's: buffers, extra state.
+
+    rank 0   running_mean  [.1 .2]  -- module/running_mean, which every reader knows --.
+    rank 1   running_mean  [.3 .1]  -- rank_state of rank 1 ---------------------------+--> as many ranks: each its own
+    rank 2   running_mean  [.1 .2]  -- equal to rank 0's: not stored again             '--> more or fewer: rank 0's on all
+
+Parameters are the same on all ranks after each step; buffers are what forward made of a rank's own batches (BatchNorm).
+
+Lives here: which values are a rank's own. Does not live here: storing them (`saving`), putting them back (`loading`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypedDict, cast
+
+import xxhash
+from pydantic import JsonValue
+from torch import Tensor, nn
+
+from deepspeed.checkpoint.agreement import Ranks, together
+from deepspeed.checkpoint.disk import strict_json
+from deepspeed.checkpoint.disk.client_state import encode_client_state
+from deepspeed.checkpoint.disk.container import bytes_of, dtype_name
+from deepspeed.engine.weights import extra_state, persistent_buffers
+from deepspeed.errors import CheckpointError
+
+__all__ = ["OwnState", "own_state"]
+
+
+class OwnState(TypedDict, total=False):
+    """Keys of a rank's state in a checkpoint; absent where nothing differs."""
+
+    buffers: dict[str, Tensor]
+    """Name -> the buffer itself, not a copy."""
+
+    extra_state: dict[str, Any]
+    """Module name -> value."""
+
+
+def own_state(module: nn.Module, ranks: Ranks) -> Callable[[], OwnState]:
+    """Find what of `module` is to be stored for this rank alone; nothing on the first rank. Collective over `ranks`.
+
+    Nothing is sent where there is neither a persistent buffer nor extra state: the ranks hold modules of one structure.
+
+    Returns:
+        What gives the result. It raises CheckpointError where a buffer has another shape or dtype than on the first rank,
+        so call it where all ranks learn of an error.
+    """
+    buffers, extra = dict(persistent_buffers(module)), extra_state(module)
+    if ranks.world_size == 1 or not (buffers or extra):
+        return OwnState
+    digests: dict[str, str] = {}
+
+    def describe() -> JsonValue:
+        digests.update((f"buffer {name}", _digest_of_tensor(name, buffer)) for name, buffer in buffers.items())
+        digests.update((f"extra {name}", _digest_of_plain(name, value)) for name, value in extra.items())
+        forms = {name: _form(buffer) for name, buffer in buffers.items()}
+        return {"forms": forms, "digests": digests} if ranks.rank == 0 else None  # type: ignore[dict-item]
+
+    first = cast("dict[str, dict[str, str]]", together(ranks, describe, lambda reports: reports[0]))
+
+    def different() -> OwnState:
+        _check_forms(buffers, first["forms"], ranks.rank)
+        own = OwnState()
+        if kept := {name: b for name, b in buffers.items() if _differs(f"buffer {name}", digests, first["digests"])}:
+            own["buffers"] = kept
+        if others := {name: value for name, value in extra.items() if _differs(f"extra {name}", digests, first["digests"])}:
+            own["extra_state"] = others
+        return own
+
+    return different
+
+
+def _differs(key: str, own: Mapping[str, str], first: Mapping[str, str]) -> bool:
+    return own[key] != first.get(key)
+
+
+def _check_forms(buffers: Mapping[str, Tensor], first: Mapping[str, str], rank: int) -> None:
+    forms = {name: _form(buffer) for name, buffer in buffers.items()}
+    for name in sorted(forms.keys() | first.keys()):
+        own, needed = forms.get(name, "absent"), first.get(name, "absent")
+        if own != needed:
+            raise CheckpointError(
+                f"buffer {name!r} is {own} on data-parallel rank {rank} and {needed} on rank 0; a checkpoint needs the same "
+                "buffers on all ranks, of one shape and dtype. Make them so, or register it with persistent=False."
+            )
+
+
+def _form(buffer: Tensor) -> str:
+    return f"{buffer.dtype} of shape {tuple(buffer.shape)}"
+
+
+def _digest_of_tensor(name: str, tensor: Tensor) -> str:
+    dtype_name(tensor.dtype, f"buffer {name!r}")  # refuses what has no plain bytes
+    digest: str = xxhash.xxh3_128_hexdigest(bytes_of(tensor))
+    return digest
+
+
+def _digest_of_plain(name: str, value: object) -> str:
+    place = f"state['extra_state'][{name!r}]"
+    plain, tensors = encode_client_state(value, place)
+    parts = [strict_json.dumps(plain), *(_digest_of_tensor(place, tensor) for tensor in tensors)]
+    return xxhash.xxh3_128_hexdigest("\n".join(parts).encode())
