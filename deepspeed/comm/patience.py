@@ -1,18 +1,21 @@
 """Waiting for other processes of this host: without burning a core, without missing that one of them died.
 
-Lives here: `Patience` (how to wait for a condition that another process makes true) and `ProcessIdentity` (is that process
-still the one we knew?). Does not live here: what is waited for. `comm.shared_memory` calls it.
+Lives here: `Patience` (how to wait for a condition that another process makes true), `ProcessIdentity` (is that process
+still the one we knew, and does it run?) and `host_identity`. Does not live here: what is waited for. `comm.shared_memory`,
+`comm.neighbours` and `comm.rendezvous` call it.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Patience", "ProcessIdentity"]
+__all__ = ["Patience", "ProcessIdentity", "host_identity"]
 
 _SPINS = 64
 _YIELD_SECONDS = 1e-3
@@ -32,16 +35,36 @@ class ProcessIdentity(NamedTuple):
     @classmethod
     def of(cls, pid: int) -> ProcessIdentity | None:
         """Return the identity of a living process, None when there is none of that id. A zombie counts as dead."""
-        try:
-            text = Path(f"/proc/{pid}/stat").read_bytes()
-        except OSError:  # no such process, gone between open and read, or hidden from us: not to be relied on either way
-            return None
-        fields = text[text.rindex(b")") + 2 :].split()  # the name before it may contain blanks and brackets
-        return None if fields[0] in (b"Z", b"X") else cls(pid, int(fields[19]))
+        fields = _stat_fields(pid)
+        return None if not fields or fields[0] in (b"Z", b"X") else cls(pid, int(fields[19]))
 
     def is_alive(self) -> bool:
         """Whether this very process still runs (stopped counts as running)."""
         return self.of(self.pid) == self
+
+    def is_stopped(self) -> bool:
+        """Whether a signal (SIGSTOP, SIGTSTP) has stopped this very process; one that a debugger holds is not."""
+        fields = _stat_fields(self.pid)
+        return bool(fields) and fields[0] == b"T" and int(fields[19]) == self.start_ticks
+
+
+def _stat_fields(pid: int) -> list[bytes]:
+    """The fields of /proc/pid/stat after the name; empty when there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:  # no such process, gone between open and read, or hidden from us: not to be relied on either way
+        return []
+    return text[text.rindex(b")") + 2 :].split()  # the name before it may contain blanks and brackets
+
+
+@functools.cache
+def host_identity() -> str:
+    """What tells hosts and containers apart: name, boot and process-id namespace; empty where /proc does not say it."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
 
 
 class Patience:

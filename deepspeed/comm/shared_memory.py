@@ -18,16 +18,14 @@ import ctypes
 import hashlib
 import os
 import platform
-import socket
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from deepspeed.comm.board import Board
-from deepspeed.comm.patience import ProcessIdentity
+from deepspeed.comm.patience import ProcessIdentity, host_identity
 from deepspeed.errors import CommError
 
 __all__ = ["SharedMemory", "share_memory"]
@@ -148,13 +146,13 @@ def _invite(
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return None, unable, f" (here: {sys.platform} on {platform.machine()}, needed Linux on x86_64)"
     try:
-        host, me = _small_hash(_host_name()), ProcessIdentity.of(os.getpid())
-        if me is None:
+        host, me = host_identity(), ProcessIdentity.of(os.getpid())
+        if me is None or not host:
             raise OSError("/proc does not show this process")
         files = _Files(numel * dtype.itemsize, 0 if rank else Board.nbytes(world_size))
     except OSError as error:
         return None, unable, f" (here: {error})"
-    return files, _Invitation(*unable[:3], 1, host, *me, *files.places()), ""
+    return files, _Invitation(*unable[:3], 1, _small_hash(host), *me, *files.places()), ""
 
 
 def _refusal(invitations: Sequence[_Invitation]) -> str:
@@ -200,12 +198,6 @@ def _map_file(pid: int, fd: int, expected: tuple[int, int, int]) -> torch.Untype
     storage = torch.UntypedStorage.from_file(path, True, expected[2])  # keeps no descriptor open
     assert isinstance(storage, torch.UntypedStorage)  # its annotation names the base class
     return storage
-
-
-def _host_name() -> str:
-    """What tells hosts and containers apart: name, boot and process-id namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _small_hash(text: str) -> int:

@@ -2,7 +2,8 @@
 
 Lives here: `init_distributed`, the current world behind get and set, and the only reading of RANK, WORLD_SIZE,
 DEEPSPEED_TIMEOUT, DEEPSPEED_WATCH_SECONDS and the placement variables. Does not live here: what the variables mean
-(`discovery`) and the collectives. `deepspeed.initialize` calls it; a process group that somebody else started is adopted.
+(`discovery`), how ranks meet (`rendezvous`) and the collectives. `deepspeed.initialize` calls it; a process group that
+somebody else started is adopted.
 
 [Note: one process] A world of one rank meets nobody, so it gets a store in memory: no port is opened, and any number of
 such processes run beside each other.
@@ -11,18 +12,22 @@ such processes run beside each other.
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.exit import settle_threads_at_exit
 from deepspeed.comm.failures import NotInitializedError
 from deepspeed.comm.recorder import RECORDER, configure
+from deepspeed.comm.rendezvous import Arrival, Notices, join, meet
 from deepspeed.comm.watch import WATCH
 from deepspeed.common import discovery
 from deepspeed.common.discovery import DEFAULT_PORT, Placement, discover
@@ -53,7 +58,7 @@ __all__ = [
 logger = get_logger(__name__)
 
 _DEFAULT_TIMEOUT_MINUTES = 30.0
-_DEFAULT_WATCH_SECONDS = 5.0
+_DEFAULT_WATCH_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,8 @@ class World:
 
 
 _current: World | None = None
+_meetings = itertools.count(1)
+"""Numbers the groups that this process starts: the same ranks may meet again at a store that still has the old keys."""
 
 
 def current_world() -> World:
@@ -208,7 +215,7 @@ def default_timeout() -> timedelta:
 def watch_seconds(timeout: timedelta | None) -> float:
     """Return after how long a wait makes ranks compare where they stand; 0: never.
 
-    DEEPSPEED_WATCH_SECONDS (default 5), at most half of what a collective may take.
+    DEEPSPEED_WATCH_SECONDS (default 3), at most half of what a collective may take.
     """
     text = os.environ.get("DEEPSPEED_WATCH_SECONDS", "")
     try:
@@ -250,17 +257,12 @@ def _start_group(backend: str, placement: Placement, wait: timedelta, init_metho
     try:
         if backend == "mpi":  # MPI itself knows rank and size
             dist.init_process_group(backend, timeout=wait)
-        elif placement.world_size == 1 and init_method is None:  # see [Note: one process]
-            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=wait)
         else:
-            dist.init_process_group(
-                backend,
-                init_method=init_method or _meeting_point(placement),
-                rank=placement.rank,
-                world_size=placement.world_size,
-                timeout=wait,
-            )
+            store = _meeting_store(placement, wait, init_method)
+            dist.init_process_group(backend, store=store, rank=placement.rank, world_size=placement.world_size, timeout=wait)
     except (RuntimeError, ValueError) as cause:
+        if isinstance(cause, CommError):  # the meeting says more than we could
+            raise
         place = init_method or f"{placement.master_addr}:{placement.master_port}"
         raise CommError(
             f"rank {placement.rank} of {placement.world_size} could not join the process group at {place} over {backend} "
@@ -270,12 +272,26 @@ def _start_group(backend: str, placement: Placement, wait: timedelta, init_metho
         ) from cause
 
 
-def _meeting_point(placement: Placement) -> str:
-    """Return `env://` where torch's own variables hold the address: torchrun's agent may serve the store there."""
-    if os.environ.get("MASTER_ADDR") == placement.master_addr and os.environ.get("MASTER_PORT"):
-        return "env://"
-    address = f"[{placement.master_addr}]" if ":" in str(placement.master_addr) else placement.master_addr
-    return f"tcp://{address}:{placement.master_port}"
+def _meeting_store(placement: Placement, wait: timedelta, init_method: str | None) -> Store:
+    """The store of the group, once all ranks have come to it. Blocks; see `rendezvous`."""
+    if placement.world_size == 1 and init_method is None:  # see [Note: one process]
+        return HashStore()
+    notices = Notices(wait, logger.warning)
+    me = Arrival.here(placement.rank, placement.world_size)
+    is_speaker = placement.local_rank in (0, None)
+    number = next(_meetings)
+    label = f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}, meeting {number}"
+    url = urlsplit(init_method or "tcp://")
+    if url.scheme not in ("tcp", "env"):  # a file, or what the client registered with torch
+        store: Store = next(rendezvous(str(init_method), me.rank, me.world_size, timeout=wait))[0]
+        store = PrefixStore(label, store)
+        meet(store, me, notices, is_speaker=is_speaker)
+        return store
+    address, port = url.hostname or str(placement.master_addr), url.port or placement.master_port
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent serves it
+    serves = me.rank == 0 and not is_agents
+    is_again = number > 1
+    return join(address, port, me, wait, notices, serves=serves, label=label, is_again=is_again, is_speaker=is_speaker)
 
 
 def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:

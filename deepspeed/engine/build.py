@@ -2,7 +2,7 @@
 
 module --> device, frozen parameters and buffers in the model's dtype
 --> optimizer (client's object, client's callable, or the config's)
---> rank 0's values on every rank
+--> all ranks asked for the same (`engine.alike`)? --> rank 0's values on every rank
 --> flat groups and gradient stores, as the ZeRO stage says (`engine.partition`)
 --> hooks, masters, the engine's optimizer
 --> schedule, loader, report --> engine
@@ -37,6 +37,7 @@ from deepspeed.config.batch import BatchSizes
 from deepspeed.config.checkpoint import WriterConfig
 from deepspeed.config.secrets import without_secrets
 from deepspeed.engine.accumulation import Accumulation
+from deepspeed.engine.alike import check_alike, description
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.loader import build_loader, epoch_steps
 from deepspeed.engine.loss_guard import LossGuard
@@ -105,6 +106,7 @@ def build_engine(request: EngineRequest) -> DeepSpeedEngine:
     _release_earlier_engines(module, config, basic)
     refuse_lost_writes(module.parameters())
     apply_leaf_config(module, config.zero_optimization.leaf_module)
+    check_alike(description(config, module, basic), mesh.data_parallel, device)
     copy_from_first_rank(module, mesh.data_parallel)
     tier = optimizer_tier(config, mesh.data_parallel, device, basic)
     partition = plan_partition(module, config, mesh, policy, basic, tier)
