@@ -5,7 +5,7 @@
    |                                                   watches the launcher; ends what it leaves behind
    v
  python -m deepspeed.launcher.launch      launch      one per host: places (placement), environment, cores (numa)
-   |                                                   watches the ranks; ends the job when one fails
+   |      '- link - the launchers of other hosts      watches the ranks; ends the job, on all hosts, when one fails
    v
  rank 0, rank 1, ...                                   the user's script, each in a session of its own
 ```

@@ -93,7 +93,14 @@ def parse_launch_args(words: Sequence[str] | None = None) -> argparse.Namespace:
         prog="python -m deepspeed.launcher.launch",
         description="Start and watch the ranks of one host. The deepspeed command calls this on each host.",
     )
-    parser.add_argument("--node_rank", type=int, default=0, help="number of this host in the job")
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument("--node_rank", type=int, default=0, help="number of this host in the job: start all its ranks")
+    place.add_argument(
+        "--from_scheduler",
+        choices=("openmpi", "pmi", "slurm"),
+        help="start the one rank that this scheduler's variables say",
+    )
+    parser.add_argument("--front_end", action="store_true", help="a command on another host started this and joins the link")
     parser.add_argument("--master_addr", default="127.0.0.1", help="address of the host of rank 0")
     parser.add_argument("--master_port", type=int, default=DEFAULT_PORT, help="port on which rank 0 listens")
     parser.add_argument("--world_info", default="None", help="base64 of JSON: slots of each host, in rank order")

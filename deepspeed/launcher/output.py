@@ -22,12 +22,13 @@ import termios
 import threading
 import time
 import tty
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from deepspeed.errors import LaunchError
 
-__all__ = ["LogFile", "LogFolderError", "PassedOn", "RankOutput", "free_note", "last_lines", "log_paths"]
+__all__ = ["LogFile", "LogFolderError", "PassedOn", "RankOutput", "finish", "free_note", "last_lines", "log_paths"]
 
 _TAIL_NBYTES = 16384
 _TAIL_LINES = 20
@@ -48,11 +49,11 @@ class RankOutput(Protocol):
     def started(self) -> None:
         """Called once the rank has the descriptors."""
 
-    def finish(self) -> None:
-        """Called once the rank and all it started have ended: returns when what they wrote has arrived."""
+    def is_finished(self) -> bool:
+        """Whether what the rank wrote has arrived, or will not; called again and again once all that write have ended."""
 
     def tail(self) -> str:
-        """The last lines the rank wrote; called after `finish`."""
+        """The last lines the rank wrote; called once it is finished."""
 
 
 class PassedOn:
@@ -71,14 +72,25 @@ class PassedOn:
         for pump in self._pumps:
             pump.start()
 
-    def finish(self) -> None:
+    def is_finished(self) -> bool:
         """See `RankOutput`."""
-        for pump in self._pumps:
-            pump.finish()
+        finished = [pump.is_finished() for pump in self._pumps]  # all are asked, as each waits from the first time on
+        return all(finished)
 
     def tail(self) -> str:
         """See `RankOutput`."""
         return "\n".join(filter(None, (last_lines(pump.seen()) for pump in self._pumps)))
+
+
+def finish(outputs: Sequence[RankOutput], pause: Callable[[float], object]) -> None:
+    """Return when what ranks wrote has arrived, or will not; call it once they and all they started have ended.
+
+    Args:
+        outputs: of the ranks.
+        pause: waits so many seconds.
+    """
+    while [output for output in outputs if not output.is_finished()]:
+        pause(0.01)
 
 
 class LogFile:
@@ -103,8 +115,9 @@ class LogFile:
         """See `RankOutput`."""
         os.close(self._fd)
 
-    def finish(self) -> None:
+    def is_finished(self) -> bool:
         """See `RankOutput`. The rank has written to the file itself."""
+        return True
 
     def tail(self) -> str:
         """See `RankOutput`."""
@@ -122,6 +135,7 @@ class _Pump(threading.Thread):
         self._source, self.given = _terminal_like(target) if os.isatty(target) else os.pipe()
         self._seen = b""
         self._moved_nbytes = 0
+        self._waited_at: tuple[int, float] | None = None  # with so many bytes moved, since when
 
     def start(self) -> None:
         os.close(self.given)  # the rank's copy is now the only one, so its end is the end of the stream
@@ -139,20 +153,17 @@ class _Pump(threading.Thread):
                     chunk = chunk[moved_nbytes:]
         os.close(self._source)
 
-    def finish(self) -> None:
-        """Wait for the end of the stream, whose writers have ended; it comes at once, however late we get to read it.
+    def is_finished(self) -> bool:
+        """Whether the end of the stream, which comes when all writers have ended, is there, or is waited for in vain.
 
-        Waits in vain only where our own stream takes nothing for `_STUCK_SECONDS` (a stopped pager), or where somebody
-        outside the job holds the rank's stream: it is then open and empty.
+        In vain where our own stream takes nothing for `_STUCK_SECONDS` (a stopped pager), and where somebody outside the job
+        holds the rank's stream: it is then open and empty.
         """
-        moved_nbytes, since = -1, 0.0
-        while self.is_alive():
-            if moved_nbytes != self._moved_nbytes:
-                moved_nbytes, since = self._moved_nbytes, time.monotonic()
-            patience = _STUCK_SECONDS if _is_readable(self._source) else _OPEN_SECONDS
-            if time.monotonic() - since > patience:
-                return
-            self.join(timeout=0.02)
+        now = time.monotonic()
+        if self._waited_at is None or self._waited_at[0] != self._moved_nbytes:
+            self._waited_at = (self._moved_nbytes, now)
+        patience = _STUCK_SECONDS if self.is_alive() and _is_readable(self._source) else _OPEN_SECONDS
+        return not self.is_alive() or now - self._waited_at[1] > patience
 
     def seen(self) -> bytes:
         return self._seen

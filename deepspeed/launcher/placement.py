@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from deepspeed.launcher.hostfile import ResourceError, Slot
 
-__all__ = ["RankPlace", "place_ranks"]
+__all__ = ["RankPlace", "place_of_rank", "place_ranks"]
 
 
 @dataclass(frozen=True)
@@ -59,4 +59,20 @@ def place_ranks(world_info: Mapping[str, Sequence[Slot]], node_rank: int) -> tup
     return tuple(
         RankPlace(first + local_rank, local_rank, sum(sizes), count, node_rank, len(world_info))
         for local_rank in range(count)
+    )
+
+
+def place_of_rank(world_info: Mapping[str, Sequence[Slot]], rank: int) -> RankPlace:
+    """The place of one rank.
+
+    Raises:
+        ResourceError: when there is no such rank.
+    """
+    for node_rank in range(len(world_info)):
+        for place in place_ranks(world_info, node_rank):
+            if place.rank == rank:
+                return place
+    count = sum(len(slots) for slots in world_info.values())
+    raise ResourceError(
+        f"rank {rank}, but the job has {count} ranks: ask the scheduler for as many as the hosts have slots."
     )

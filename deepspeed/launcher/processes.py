@@ -165,8 +165,19 @@ class SignalInbox:
 
     def wait(self, seconds: float | None) -> list[int]:
         """Wait for signals, at most `seconds` (None: for ever); return their numbers in order of arrival."""
-        ready, _, _ = select.select([self._reader], [], [], seconds)
-        return [number for number in self._reader.recv(4096) if number in self._signums] if ready else []
+        select.select([self._reader], [], [], seconds)
+        return self.read()
+
+    def fileno(self) -> int:
+        """What to wait for, where other things are waited for as well."""
+        return self._reader.fileno()
+
+    def read(self) -> list[int]:
+        """The numbers of the signals that have come since, in order."""
+        try:
+            return [number for number in self._reader.recv(4096) if number in self._signums]
+        except BlockingIOError:
+            return []
 
 
 def _noted_by_the_wakeup_fd(_signum: int, _frame: FrameType | None) -> None:

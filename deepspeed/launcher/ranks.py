@@ -31,7 +31,7 @@ from deepspeed.launcher import numa
 from deepspeed.launcher.arguments import rank_argv
 from deepspeed.launcher.devices import hides_all, visible_devices_name
 from deepspeed.launcher.hostfile import ResourceError, Slot
-from deepspeed.launcher.output import LogFile, PassedOn, RankOutput, free_note, log_paths
+from deepspeed.launcher.output import LogFile, PassedOn, RankOutput, finish, free_note, log_paths
 from deepspeed.launcher.placement import RankPlace
 from deepspeed.launcher.processes import descendants, end_processes, start_process
 
@@ -200,11 +200,15 @@ def stop(ranks: Sequence[Rank], signum: int, wait: Callable[[float], bool]) -> N
             return
 
 
-def end_the_rest(ranks: Sequence[Rank]) -> None:
-    """Let no process of the job outlive this function, and no word of theirs: blocks a second or two at most."""
+def end_the_rest(ranks: Sequence[Rank], pause: Callable[[float], object] = time.sleep) -> None:
+    """Let no process of the job outlive this function, and no word of theirs: blocks a second or two at most.
+
+    Args:
+        ranks: all ranks of this launcher.
+        pause: waits so many seconds, while output is still on its way.
+    """
     _end_processes_of(ranks)
-    for rank in ranks:
-        rank.output.finish()
+    finish([rank.output for rank in ranks], pause)
 
 
 def _end_processes_of(ranks: Sequence[Rank]) -> None:

@@ -106,20 +106,12 @@ def test_a_hostfile_of_this_machine_alone_needs_no_ssh(tmp_path: Path, tell: Pat
 
 def test_ranks_of_two_hosts_started_without_ssh_count_on(tmp_path: Path, tell: Path) -> None:
     (tmp_path / "hosts").write_text("one slots=1\ntwo slots=2\n")
-    for node_rank in (0, 1):
-        words = [
-            "-H",
-            "hosts",
-            "--no_ssh",
-            "--node_rank",
-            str(node_rank),
-            "--master_addr",
-            "127.0.0.1",
-            "--master_port",
-            "29377",
-        ]
-        status, output = run_job(tmp_path, [*words, str(tell)], {"TOLD": str(tmp_path)})
-        assert status == 0, output
+    meeting = ["--master_addr", "127.0.0.1", "--master_port", "29377"]
+    words = [["-H", "hosts", "--no_ssh", "--node_rank", str(node_rank), *meeting, str(tell)] for node_rank in (0, 1)]
+    environment = {"TOLD": str(tmp_path)}
+    with Job(tmp_path, words[1], environment) as second, Job(tmp_path, words[0], environment) as first:
+        assert first.wait() == 0, first.output
+        assert second.wait() == 0, second.output
     environs = [told["environ"] for told in _read(tmp_path)]
     assert [(e["RANK"], e["LOCAL_RANK"], e["LOCAL_SIZE"], e["CROSS_RANK"]) for e in environs] == [
         ("0", "0", "1", "0"),

@@ -4,6 +4,7 @@ import datetime
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed.launcher.output import LogFile, LogFolderError, free_note, last_lines, log_paths
+from deepspeed.launcher.output import LogFile, LogFolderError, finish, free_note, last_lines, log_paths
 
 
 def test_the_last_lines_are_those_that_say_something() -> None:
@@ -48,21 +49,21 @@ def test_a_log_file_holds_both_streams_and_gives_its_tail(tmp_path: Path) -> Non
     stdout, stderr = output.streams()
     subprocess.run(["sh", "-c", "echo one; echo two >&2"], stdout=stdout, stderr=stderr, check=True)
     output.started()
-    output.finish()
+    finish([output], time.sleep)
     assert output.tail() == "one\ntwo"
     assert (tmp_path / "r.log").read_text() == "one\ntwo\n"
 
 
 # PassedOn writes to descriptors 1 and 2, which pytest owns here: it is tried in a process of its own.
 _PASS_ON = """
-import subprocess, sys
-from deepspeed.launcher.output import PassedOn
+import subprocess, sys, time
+from deepspeed.launcher.output import PassedOn, finish
 output = PassedOn()
 stdout, stderr = output.streams()
 process = subprocess.Popen(sys.argv[1:], stdout=stdout, stderr=stderr)
 output.started()
 process.wait()
-output.finish()
+finish([output], time.sleep)
 tail = output.tail()
 open(TAIL, "w").write(tail)
 """
@@ -115,7 +116,7 @@ held = os.dup(stdout) if {is_held} else None
 output.started()
 process.wait()
 began = time.monotonic()
-output.finish()
+module.finish([output], time.sleep)
 print(f"{{time.monotonic() - began:.1f}} {{output.tail()}}", file=open("told", "w"))
 """
 
