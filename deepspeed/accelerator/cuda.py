@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from deepspeed.accelerator.namespaced import NamespacedAccelerator
+from deepspeed.common.exported import EXPORTED_PREFIXES
 from deepspeed.errors import AcceleratorError
 
 __all__ = ["CudaAccelerator"]
@@ -83,4 +84,4 @@ class CudaAccelerator(NamespacedAccelerator):
 
     def export_envs(self) -> list[str]:
         """Return the NCCL settings' prefix."""
-        return ["NCCL"]
+        return list(EXPORTED_PREFIXES["cuda"])

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from deepspeed.accelerator.namespaced import NamespacedAccelerator
+from deepspeed.common.exported import EXPORTED_PREFIXES
 
 __all__ = ["OTHERS", "Differences", "OtherAccelerator"]
 
@@ -24,8 +25,6 @@ class Differences(NamedTuple):
     """Its `torch.distributed` back end."""
     visible_devices: str
     """Variable that limits the devices a process sees."""
-    exported: tuple[str, ...] = ()
-    """Prefixes of variables that a launcher passes to other hosts."""
     is_ordered_by_data: bool = False
     """The runtime orders operators by data and waits for memory by itself."""
     has_fp64: bool = True
@@ -43,8 +42,8 @@ OTHERS: dict[str, Differences] = {
         has_fp64=False,
         compile_backend="hpu_backend",
     ),
-    "npu": Differences("torch_npu", "hccl", "ASCEND_RT_VISIBLE_DEVICES", ("ASCEND", "HCCL", "LD_LIBRARY", "PATH")),
-    "mlu": Differences("torch_mlu", "cncl", "MLU_VISIBLE_DEVICES", ("NEUWARE_HOME", "CNCL", "LD_LIBRARY", "PATH")),
+    "npu": Differences("torch_npu", "hccl", "ASCEND_RT_VISIBLE_DEVICES"),
+    "mlu": Differences("torch_mlu", "cncl", "MLU_VISIBLE_DEVICES"),
     "sdaa": Differences("torch_sdaa", "tccl", "SDAA_VISIBLE_DEVICES"),
 }
 
@@ -80,5 +79,5 @@ class OtherAccelerator(NamespacedAccelerator):
         return [self._differences.visible_devices]
 
     def export_envs(self) -> list[str]:
-        """Return the table's prefixes."""
-        return list(self._differences.exported)
+        """Return the prefixes of its libraries."""
+        return list(EXPORTED_PREFIXES.get(self._name, ()))
