@@ -6,14 +6,26 @@ Pure: argparse over lists of words. Everything after the script belongs to the s
 from __future__ import annotations
 
 import argparse
+import base64
+import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from deepspeed.launcher.ports import DEFAULT_PORT
 
-__all__ = ["DLTS_HOSTFILE", "launch_argv", "parse_launch_args", "parse_runner_args", "parse_verify_args", "rank_argv"]
+__all__ = [
+    "DLTS_HOSTFILE",
+    "LaunchWords",
+    "launch_words",
+    "packed",
+    "parse_launch_args",
+    "parse_runner_args",
+    "parse_verify_args",
+    "rank_argv",
+]
 
 DLTS_HOSTFILE = os.environ.get("DLTS_HOSTFILE", "/job/hostfile")
 """The hostfile that is read when none is given."""
@@ -24,6 +36,7 @@ _LEVELS = ("debug", "info", "warning", "error", "critical")
 
 # How a lone `--` travels through argparse, which would drop it among the script's own arguments.
 _SEPARATOR = "\0--"
+_PACKED = "--packed="
 
 
 def parse_runner_args(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -66,15 +79,14 @@ def _positive(text: str) -> int:
 
 def _parse_runner(parser: argparse.ArgumentParser, words: Sequence[str] | None) -> argparse.Namespace:
     _add_resource_flags(parser.add_argument_group("which hosts and devices"))
-    unbuilt = "of these only --no_ssh works in this version; the others are understood"
-    _add_host_flags(parser.add_argument_group("several hosts", unbuilt))
+    _add_host_flags(parser.add_argument_group("several hosts"))
     _add_rank_flags(parser.add_argument_group("how each rank runs"))
     job = parser.add_argument_group("the job")
     job.add_argument("--master_addr", default="", help="address where ranks meet; default: the first host, 127.0.0.1 on one")
     job.add_argument(
         "--master_port",
         type=int,
-        help=f"port where ranks meet; default: {DEFAULT_PORT}, or on one host the next free one when that is in use",
+        help=f"port where ranks meet; default: {DEFAULT_PORT}, or the next free one on the first host when that is in use",
     )
     job.add_argument(
         "--save_pid",
@@ -108,7 +120,18 @@ def parse_launch_args(words: Sequence[str] | None = None) -> argparse.Namespace:
     _add_rank_flags(parser)
     parser.add_argument("training_script", help="the script; with --module a module, with --no_python a command")
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="arguments of the script")
-    return _parse(parser, words, "training_script", "training_script_args")
+    return _parse(parser, _unpacked(sys.argv[1:] if words is None else words), "training_script", "training_script_args")
+
+
+def packed(script: Sequence[str]) -> str:
+    """One word for `script` that every back end carries as it is; `parse_launch_args` takes it apart."""
+    return _PACKED + base64.urlsafe_b64encode(json.dumps(list(script)).encode()).decode()
+
+
+def _unpacked(words: Sequence[str]) -> Sequence[str]:
+    if not words or "--" in words or not words[-1].startswith(_PACKED):
+        return words
+    return [*words[:-1], "--", *json.loads(base64.urlsafe_b64decode(words[-1].removeprefix(_PACKED)))]
 
 
 def _parse(parser: argparse.ArgumentParser, words: Sequence[str] | None, script: str, rest: str) -> argparse.Namespace:
@@ -169,8 +192,28 @@ def _add_rank_flags(group: argparse._ActionsContainer) -> None:
     group.add_argument("-q", "--quiet", action="store_true", help="the same as --log_level error")
 
 
-def launch_argv(args: argparse.Namespace, world_info: str, master_addr: str, master_port: int, save_pid: int) -> list[str]:
-    """The command that starts the ranks of this host.
+class LaunchWords(NamedTuple):
+    """The command that starts the ranks of a host, in parts: between `launcher` and `flags` stands the host's number."""
+
+    launcher: tuple[str, ...]
+    flags: tuple[str, ...]
+    script: tuple[str, ...]
+
+    def argv(self, *place: str) -> list[str]:
+        """The whole command."""
+        return [*self.launcher, *place, *self.flags, "--", *self.script]
+
+
+def launch_words(
+    args: argparse.Namespace,
+    world_info: str,
+    master_addr: str,
+    master_port: int,
+    save_pid: int = 0,
+    *,
+    front_end: bool = False,
+) -> LaunchWords:
+    """The command that starts the ranks of one host.
 
     Args:
         args: what `parse_runner_args` returned.
@@ -178,18 +221,19 @@ def launch_argv(args: argparse.Namespace, world_info: str, master_addr: str, mas
         master_addr: address where ranks meet.
         master_port: port where ranks meet.
         save_pid: see `parse_launch_args`.
+        front_end: a back end starts it, and the command of the user will join its link.
     """
-    words = [sys.executable, "-u", *_safe_path(), "-m", "deepspeed.launcher.launch"]
-    words += [f"--world_info={world_info}", f"--master_addr={master_addr}", f"--master_port={master_port}"]
-    words += [f"--node_rank={args.node_rank}"] if args.no_ssh else []
-    words += [f"--{flag}" for flag in ("no_python", "module", "no_local_rank") if getattr(args, flag)]
-    words += [f"--save_pid={save_pid}"] if save_pid else []
-    words += [f"--enable_each_rank_log={args.enable_each_rank_log}"]
-    words += ["--bind_cores_to_rank"] if args.bind_cores_to_rank else []
-    words += [f"--bind_core_list={args.bind_core_list}"] if args.bind_core_list else []
-    words += ["--quiet"] if args.quiet else []
-    words += [f"--log_level={args.log_level}"]
-    return [*words, "--", args.user_script, *args.user_args]
+    flags = [f"--master_addr={master_addr}", f"--master_port={master_port}"]
+    flags += ["--front_end"] if front_end else []
+    flags += [f"--{flag}" for flag in ("no_python", "module", "no_local_rank") if getattr(args, flag)]
+    flags += [f"--save_pid={save_pid}"] if save_pid else []
+    flags += [f"--enable_each_rank_log={args.enable_each_rank_log}"]
+    flags += ["--bind_cores_to_rank"] if args.bind_cores_to_rank else []
+    flags += [f"--bind_core_list={args.bind_core_list}"] if args.bind_core_list else []
+    flags += ["--quiet"] if args.quiet else []
+    flags += [f"--log_level={args.log_level}"]
+    launcher = (sys.executable, "-u", *_safe_path(), "-m", "deepspeed.launcher.launch", f"--world_info={world_info}")
+    return LaunchWords(launcher, tuple(flags), (args.user_script, *args.user_args))
 
 
 def _safe_path() -> list[str]:

@@ -17,6 +17,7 @@ from deepspeed.launcher.hostfile import Slot
 __all__ = [
     "VISIBLE_DEVICES",
     "count_devices",
+    "devices_from_slurm",
     "hides_all",
     "likely_accelerator",
     "parse_visible_devices",
@@ -76,6 +77,16 @@ def hides_all(value: str | None) -> bool:
 def parse_visible_devices(value: str) -> list[Slot]:
     """Read `0,2` as [0, 2]; names (UUIDs of GPUs or their parts) stay text."""
     return [int(part) if part.isdecimal() else part for part in map(str.strip, value.split(",")) if part]
+
+
+def devices_from_slurm(environ: Mapping[str, str]) -> list[Slot]:
+    """The devices of this host that Slurm gave to the step, as it says in the visible-devices variable; [] when none.
+
+    A variable that merely came along from the front end does not count.
+    """
+    if not any(environ.get(name) for name in ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE")):
+        return []
+    return parse_visible_devices(environ.get(visible_devices_name(environ), ""))
 
 
 def count_devices(environ: Mapping[str, str]) -> int | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from deepspeed.common.logging import get_logger
@@ -23,6 +23,8 @@ __all__ = [
     "DEEPSPEED_ENVIRONMENT_NAME",
     "EXPORT_ENVS",
     "EnvironmentFileError",
+    "excluded",
+    "exported",
     "parse_environment",
     "read_environment_files",
 ]
@@ -34,6 +36,10 @@ DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
 
 EXPORT_ENVS = ["MLFLOW", "PYTHON", "MV2", "UCX"]
 """Variables whose names start so travel to other machines. Clients append to this list before they start a job."""
+
+_OURS = ("DS_", "DEEPSPEED_")
+_STAYS_HERE = frozenset({"DS_ENV_FILE"})  # names a file of this machine, which has been read
+_EXCLUDED_BY_AISC = frozenset({"NCCL_IB_HCA", "UCX_NET_DEVICES"})  # that platform sets them for each machine
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -94,3 +100,30 @@ def read_environment_files(name: str, folders: Iterable[Path]) -> dict[str, str]
             logger.info("%s sets %s", path, ", ".join(found) or "nothing")
             values |= found
     return values
+
+
+def exported(
+    environ: Mapping[str, str], from_files: Mapping[str, str], accelerator_prefixes: Iterable[str], folder: str
+) -> dict[str, str]:
+    """The variables that a job takes to its other machines.
+
+    Args:
+        environ: the variables of the command.
+        from_files: those of `read_environment_files`: all of them travel, and they win.
+        accelerator_prefixes: families of the accelerator's libraries.
+        folder: the working directory, which goes first in PYTHONPATH.
+
+    Returns:
+        The families of `EXPORT_ENVS`, of the accelerator and of this package, without what has to differ between machines.
+    """
+    families = (*EXPORT_ENVS, *accelerator_prefixes, *_OURS)
+    chosen = {name: value for name, value in environ.items() if name.startswith(families) and name not in _STAYS_HERE}
+    chosen |= from_files
+    path = chosen.get("PYTHONPATH")
+    chosen["PYTHONPATH"] = f"{folder}{os.pathsep}{path}" if path else folder
+    return {name: value for name, value in chosen.items() if name not in excluded(environ)}
+
+
+def excluded(environ: Mapping[str, str]) -> frozenset[str]:
+    """Names that must not reach other machines, as each has its own values."""
+    return _EXCLUDED_BY_AISC if "AISC_JOB_NAME" in environ else frozenset()

@@ -28,6 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from deepspeed.common.logging import get_logger, set_log_level_from_string
 from deepspeed.errors import DeepSpeedError, LaunchError
 from deepspeed.launcher.arguments import parse_launch_args
+from deepspeed.launcher.devices import devices_from_slurm
 from deepspeed.launcher.guard import run_guarded
 from deepspeed.launcher.link.cause import Alone, Cause, Link
 from deepspeed.launcher.link.hangup import HangUpWatch
@@ -58,7 +59,8 @@ def rank_commands(args: argparse.Namespace, environ: Mapping[str, str]) -> list[
 
 def _commands(args: argparse.Namespace, seat: Seat, environ: Mapping[str, str]) -> list[Command]:
     kept = {name: value for name, value in environ.items() if name != TOKEN_NAME}
-    return commands_of(args, seat.places, seat.slots, kept)
+    handed_out = devices_from_slurm(environ) if args.from_scheduler == "slurm" else []
+    return commands_of(args, seat.places, handed_out or seat.slots, kept)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -3,11 +3,12 @@
 ```
    arguments --> hostfile or this machine's devices --> filters and counts --> selection
              --> address and port --> the launcher of this host, with its environment --> its exit status
+             --> other hosts: far_hosts
 ```
 
 `deepspeed verify ...` starts two such jobs and compares them (`verify`); a script of that very name is run as `./verify`.
 
-Several hosts are chosen and checked here already; what reaches them is not built yet (`_refuse_unbuilt`).
+A job that needs other hosts goes to `far_hosts` with its selection.
 """
 
 from __future__ import annotations
@@ -16,14 +17,13 @@ import argparse
 import importlib
 import os
 import signal
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from deepspeed.common.logging import get_logger, set_log_level_from_string
 from deepspeed.errors import DeepSpeedError, LaunchError
-from deepspeed.launcher.arguments import DLTS_HOSTFILE, launch_argv, parse_runner_args
+from deepspeed.launcher.arguments import DLTS_HOSTFILE, launch_words, parse_runner_args
 from deepspeed.launcher.devices import count_devices, hides_all, parse_visible_devices, visible_devices_name
 from deepspeed.launcher.environment import DEEPSPEED_ENVIRONMENT_NAME, EXPORT_ENVS, read_environment_files
 from deepspeed.launcher.guard import Requests, wait_guarded
@@ -40,6 +40,7 @@ from deepspeed.launcher.hostfile import (
 )
 from deepspeed.launcher.pidfile import remove_stale
 from deepspeed.launcher.ports import DEFAULT_PORT, PortLease, lease_port
+from deepspeed.launcher.probe import is_this_machine
 from deepspeed.launcher.processes import adopting_orphans, start_process
 
 __all__ = [
@@ -96,16 +97,21 @@ def run(args: argparse.Namespace) -> int:
     """
     set_log_level_from_string("error" if args.quiet else args.log_level)
     pool = fetch_hostfile(args.hostfile, is_required=args.hostfile != DLTS_HOSTFILE)
-    environ = {**os.environ, **read_environment_files(DEEPSPEED_ENVIRONMENT_NAME, (Path.home(), Path.cwd()))}
+    from_files = read_environment_files(DEEPSPEED_ENVIRONMENT_NAME, (Path.home(), Path.cwd()))
+    environ = {**os.environ, **from_files}
     selection = select_resources(args, pool, environ)
-    _refuse_unbuilt(args, list(selection))
+    _refuse_unbuilt(args)
     _check_node_rank(args, list(selection))
+    if _needs_back_end(args, selection):  # it loads the link, which a job on one machine has no use for
+        return int(importlib.import_module("deepspeed.launcher.far_hosts").run(args, selection, environ, from_files))
     master_addr = args.master_addr or "127.0.0.1"
     with _meeting_port(args, len(selection)) as lease:
         world_size = sum(len(slots) for slots in selection.values())
         logger.info("world size %d on %s, meeting at %s:%d", world_size, ", ".join(selection), master_addr, lease.port)
         save_pid = os.getpid() if args.save_pid else 0
-        status = _run_launcher(launch_argv(args, encode_world_info(selection), master_addr, lease.port, save_pid), environ)
+        words = launch_words(args, encode_world_info(selection), master_addr, lease.port, save_pid)
+        place = [f"--node_rank={args.node_rank}"] if args.no_ssh else []
+        status = _run_launcher(words.argv(*place), environ)
     if save_pid:
         remove_stale(save_pid)
     return status
@@ -154,7 +160,7 @@ def _local_slots(args: argparse.Namespace, environ: Mapping[str, str]) -> Select
     return parse_inclusion_exclusion({"localhost": count}, args.include, args.exclude)
 
 
-def _refuse_unbuilt(args: argparse.Namespace, hosts: Sequence[str]) -> None:
+def _refuse_unbuilt(args: argparse.Namespace) -> None:
     """Say which of the things asked for this version cannot do; the one list of them.
 
     Raises:
@@ -167,28 +173,13 @@ def _refuse_unbuilt(args: argparse.Namespace, hosts: Sequence[str]) -> None:
     ):
         if is_asked:
             raise LaunchError(f"--{flag} is not built yet in this version: {instead}.")
+
+
+def _needs_back_end(args: argparse.Namespace, selection: Selection) -> bool:
+    """Whether something must reach other hosts for this job."""
     if args.no_ssh:
-        return
-    far = [host for host in hosts if not _is_this_machine(host)]
-    if args.force_multi or len(hosts) > 1 or far:
-        raise LaunchError(
-            f"this job needs --launcher {args.launcher} for {', '.join(far or hosts)}: starting ranks on other hosts is not "
-            "built yet in this version. Run the same command on each with --no_ssh --node_rank N --master_addr ADDRESS, or "
-            "use torchrun there, or choose slots of this machine only (--include localhost)."
-        )
-
-
-def _is_this_machine(host: str) -> bool:
-    """Whether `host` is a name or address of this machine: one that a socket here can be bound to."""
-    if host in ("localhost", socket.gethostname()):
-        return True
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.bind(address)
-    except OSError:
         return False
-    return True
+    return args.force_multi or len(selection) > 1 or not all(map(is_this_machine, selection))
 
 
 def _check_node_rank(args: argparse.Namespace, hosts: Sequence[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,7 +62,7 @@ def test_a_host_is_out_of_reach_until_it_is_mended(pair: Hosts, fault: str, cure
 
 def test_a_host_has_the_memory_it_is_given(pair: Hosts) -> None:
     pair[2].limit_memory(100 << 20)
-    assert pair[1].run("ssh", "node2", "python3 -c 'bytearray(300 << 20)'; echo $?").stdout == "137\n"
+    assert pair[1].run("ssh", "node2", f"{sys.executable} -c 'bytearray(300 << 20)'; echo $?").stdout == "137\n"
 
 
 def test_nothing_stays_of_hosts_and_their_daemons() -> None:

@@ -49,6 +49,7 @@ mount -t tmpfs -o size=1G,mode=1777 tmpfs /dev/shm
 mount -t tmpfs -o mode=755 tmpfs /run
 mkdir /run/sshd {local}
 [ ! -d ~/.ssh ] || mount -t tmpfs tmpfs ~/.ssh
+for file in ~/.bashrc ~/.bash_profile ~/.profile; do [ ! -f $file ] || mount --bind /dev/null $file; done
 mount --bind {folder}/ssh /etc/ssh
 mount --bind {folder}/hosts /etc/hosts
 mount --bind {folder}/{name}/hostname /etc/hostname
@@ -279,13 +280,26 @@ class Host:
 
     # -- processes --------------------------------------------------------------------------------------------------------
 
-    def command(self, *argv: str) -> list[str]:
-        """The command that runs `argv` on this host, in the folder and with the environment of whoever starts it.
+    def command(self, *argv: str, folder: Path | None = None) -> list[str]:
+        """The command that runs `argv` on this host, in `folder` (None: ours), with the environment of whoever starts it.
 
         Its own process stays outside: signals go to `inner`, and its end is that of `argv` (status or signal).
         """
         join = ["sh", "-c", f'echo $$ > {self._limit}/cgroup.procs; exec "$@"', "sh"] if self._limit is not None else []
-        return [*join, "nsenter", "-t", str(self._init), "-n", "-p", "-m", "-u", "-i", f"--wd={os.getcwd()}", "--", *argv]
+        return [
+            *join,
+            "nsenter",
+            "-t",
+            str(self._init),
+            "-n",
+            "-p",
+            "-m",
+            "-u",
+            "-i",
+            f"--wd={folder or Path.cwd()}",
+            "--",
+            *argv,
+        ]
 
     def run(self, *argv: str, seconds: float = 60, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         """Run `argv` on this host to its end, which must come within `seconds`."""

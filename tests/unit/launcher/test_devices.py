@@ -11,6 +11,7 @@ from deepspeed.launcher import devices
 from deepspeed.launcher.devices import (
     VISIBLE_DEVICES,
     count_devices,
+    devices_from_slurm,
     hides_all,
     likely_accelerator,
     parse_visible_devices,
@@ -118,3 +119,10 @@ def test_the_variable_follows_the_accelerator_and_an_unknown_one_gets_cudas() ->
 
 def test_an_empty_or_negative_variable_hides_every_device() -> None:
     assert [hides_all(value) for value in ("", " ", "-1", "0", None)] == [True, True, True, False, False]
+
+
+def test_devices_that_slurm_handed_out_are_those_it_names() -> None:
+    given = {"DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": "2,3"}
+    assert devices_from_slurm({**given, "SLURM_STEP_GPUS": "6,7"}) == [2, 3]
+    assert devices_from_slurm(given) == []
+    assert devices_from_slurm({"SLURM_GPUS_ON_NODE": "2"}) == []

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed.launcher.environment import EnvironmentFileError, parse_environment, read_environment_files
+from deepspeed.launcher import environment
+from deepspeed.launcher.environment import EnvironmentFileError, exported, parse_environment, read_environment_files
 
 NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,8}", fullmatch=True)
 VALUES = st.text(st.characters(exclude_categories=("Cs", "Cc")))
@@ -57,3 +58,35 @@ def test_an_absolute_name_is_one_file_and_a_missing_one_is_nothing(tmp_path: Pat
     (tmp_path / "vars").write_text("A=1")
     assert read_environment_files(str(tmp_path / "vars"), (Path("/nowhere"), tmp_path)) == {"A": "1"}
     assert read_environment_files(".none", (tmp_path,)) == {}
+
+
+def test_families_files_and_the_working_directory_travel_and_nothing_else() -> None:
+    environ = {
+        "MLFLOW_URI": "u",
+        "PYTHONHASHSEED": "0",
+        "MV2_X": "1",
+        "UCX_NET": "n",
+        "NCCL_DEBUG": "I",
+        "HOME": "/h",
+        "X": "y",
+    }
+    expected = {name: value for name, value in environ.items() if name not in ("HOME", "X")} | {"PYTHONPATH": "/w"}
+    assert exported(environ, {}, ["NCCL"], "/w") == expected
+    assert exported(environ, {"X": "file", "UCX_NET": "file"}, ["NCCL"], "/w") == expected | {"X": "file", "UCX_NET": "file"}
+    assert exported({"PYTHONPATH": "/a:/b"}, {}, [], "/w") == {"PYTHONPATH": "/w:/a:/b"}
+
+
+def test_our_own_variables_travel_but_for_the_one_that_names_a_file_here() -> None:
+    environ = {"DS_WATCH": "1", "DEEPSPEED_TIMEOUT": "2", "DS_ENV_FILE": "/here"}
+    assert exported(environ, {}, [], "/w") == {"DS_WATCH": "1", "DEEPSPEED_TIMEOUT": "2", "PYTHONPATH": "/w"}
+
+
+def test_a_family_that_a_client_appends_travels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "EXPORT_ENVS", [*environment.EXPORT_ENVS, "WANDB"])
+    assert exported({"WANDB_KEY": "k"}, {}, [], "/w") == {"WANDB_KEY": "k", "PYTHONPATH": "/w"}
+
+
+def test_on_the_platform_that_sets_them_for_each_machine_two_variables_stay() -> None:
+    network = {"NCCL_IB_HCA": "mlx", "UCX_NET_DEVICES": "mlx", "NCCL_DEBUG": "I"}
+    assert exported(network, {}, ["NCCL"], "/w") == {**network, "PYTHONPATH": "/w"}
+    assert exported({**network, "AISC_JOB_NAME": "j"}, {}, ["NCCL"], "/w") == {"NCCL_DEBUG": "I", "PYTHONPATH": "/w"}

@@ -79,3 +79,35 @@ def test_without_the_flag_a_core_list_changes_nothing() -> None:
     commands = rank_commands(parse_launch_args([word for word in BOUND if word != "--bind_cores_to_rank"]), CPU)
     assert commands[0].cores is None
     assert commands[0].argv[0] == sys.executable
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "variable", "size"),
+    [
+        ("openmpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        ("pmi", "PMI_RANK", "PMI_SIZE"),
+        ("slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    ],
+)
+def test_a_member_that_a_scheduler_started_holds_the_one_rank_that_it_names(
+    scheduler: str, variable: str, size: str
+) -> None:
+    args = parse_launch_args([f"--world_info={INFO}", f"--from_scheduler={scheduler}", "t.py"])
+    (command,) = rank_commands(args, {variable: "2", size: "4", **CPU})
+    environment = command.environment
+    assert command.argv[-1] == "--local_rank=0"
+    assert (environment["RANK"], environment["WORLD_SIZE"], environment["LOCAL_SIZE"]) == ("2", "4", "2")
+    assert environment["CUDA_VISIBLE_DEVICES"] == "1,3"
+
+
+def test_devices_that_slurm_handed_out_stay_as_they_are() -> None:
+    args = parse_launch_args([f"--world_info={INFO}", "--from_scheduler=slurm", "t.py"])
+    environ = {
+        "SLURM_PROCID": "3",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_STEP_GPUS": "4,6",
+        "CUDA_VISIBLE_DEVICES": "4,6",
+        **CPU,
+    }
+    (command,) = rank_commands(args, environ)
+    assert (command.environment["CUDA_VISIBLE_DEVICES"], command.environment["LOCAL_RANK"]) == ("4,6", "1")

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed.launcher.hostfile import ResourceError
-from deepspeed.launcher.placement import place_ranks
+from deepspeed.launcher.placement import place_of_rank, place_ranks
 
 
 def test_the_second_host_of_two_gets_the_documented_variables() -> None:
@@ -38,3 +38,12 @@ def test_each_rank_of_the_job_runs_on_exactly_one_host(sizes: list[int]) -> None
 def test_a_host_that_is_not_there_or_has_no_slots_is_refused(node_rank: int, text: str) -> None:
     with pytest.raises(ResourceError, match=text):
         place_ranks({"a": [0], "b": []}, node_rank)
+
+
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=5))
+def test_the_place_of_each_rank_is_the_one_among_those_of_its_host(sizes: list[int]) -> None:
+    world_info = {f"host{i}": list(range(size)) for i, size in enumerate(sizes)}
+    places = [place for i in range(len(sizes)) for place in place_ranks(world_info, i)]
+    assert [place_of_rank(world_info, rank) for rank in range(sum(sizes))] == places
+    with pytest.raises(ResourceError, match=f"the job has {sum(sizes)} ranks"):
+        place_of_rank(world_info, sum(sizes))

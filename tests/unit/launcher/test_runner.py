@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import socket
 from collections.abc import Mapping
 
 import pytest
@@ -101,9 +100,6 @@ def hostfile(tmp_path: object) -> str:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ("-H {hosts}", "for worker-0.invalid, worker-1.invalid: starting ranks on other hosts is not built yet"),
-        ("-H {hosts} --num_nodes 1", "for worker-0.invalid"),
-        ("--force_multi", "--launcher pdsh for localhost"),
         ("--elastic_training", "--elastic_training is not built yet"),
         ("--max_elastic_nodes 2", "--elastic_training is not built yet"),
         ("--autotuning run", "--autotuning is not built yet"),
@@ -140,6 +136,17 @@ def test_called_by_a_program_main_raises_and_as_a_command_it_prints(
     assert "Cannot specify num_nodes/gpus" in caplog.text
 
 
-def test_names_and_addresses_of_this_machine_are_known_as_such() -> None:
-    assert all(runner._is_this_machine(host) for host in ("localhost", "127.0.0.1", socket.gethostname()))
-    assert not any(runner._is_this_machine(host) for host in ("worker-0.invalid", "192.0.2.1"))
+@pytest.mark.parametrize(
+    ("words", "selection", "needed"),
+    [
+        ("", {"localhost": [0]}, False),
+        ("--force_multi", {"localhost": [0]}, True),
+        ("", {"a.invalid": [0], "b.invalid": [0]}, True),
+        ("", {"worker-0.invalid": [0]}, True),
+        ("--no_ssh --node_rank 0", {"a.invalid": [0], "b.invalid": [0]}, False),
+    ],
+)
+def test_a_back_end_is_needed_for_other_hosts_or_when_asked_for(
+    words: str, selection: dict[str, list[int]], needed: bool
+) -> None:
+    assert runner._needs_back_end(_args(words), selection) is needed
