@@ -64,27 +64,44 @@ class Call:
 
 @dataclass(frozen=True)
 class WaitReport:
-    """A wait that goes on: in call `number` of `channel`, or (channel empty) for the ranks `awaits`."""
+    """A wait that goes on: in call `number` of `channel`, or (channel empty) for the ranks `awaits`.
+
+    `is_foreign`: in a call on the group of `channel` that was made without `deepspeed.comm`, and so has no number.
+    """
 
     call: Call
     channel: str
     number: int
     awaits: tuple[int, ...]
     seconds: float
+    is_foreign: bool = False
 
 
 @dataclass(frozen=True)
 class ChannelReport:
-    """Calls that a rank has made on a channel: how many, and the last of them, `recent[-1]` being number `launched`."""
+    """Calls that a rank has made on a channel: how many, and the last of them, `recent[-1]` being number `launched`.
+
+    `foreign` counts what the back end did on the group besides, for calls made without `deepspeed.comm`; `marks` has that
+    count as it was at each of `recent`.
+    """
 
     ranks: tuple[int, ...]
     launched: int
     recent: tuple[Call, ...]
+    foreign: int = 0
+    marks: tuple[int, ...] = ()
 
     def call(self, number: int) -> Call | None:
         """The call of that number, None when it is too old or was not made."""
         position = number - (self.launched - len(self.recent)) - 1
         return self.recent[position] if 0 <= position < len(self.recent) else None
+
+    def foreign_since(self, number: int) -> int | None:
+        """Foreign calls since call `number`, those right before the next one included; None when it is too old."""
+        if number == 0:
+            return self.foreign
+        position = number - (self.launched - len(self.marks)) - 1
+        return self.foreign - self.marks[position] if 0 <= position < len(self.marks) else None
 
 
 @dataclass(frozen=True)
@@ -129,7 +146,13 @@ class RankReport:
             WaitReport(**{**each, "call": Call(**each["call"]), "awaits": tuple(each["awaits"])}) for each in values["waits"]
         )
         values["channels"] = {
-            key: ChannelReport(tuple(each["ranks"]), each["launched"], tuple(Call(**call) for call in each["recent"]))
+            key: ChannelReport(
+                tuple(each["ranks"]),
+                each["launched"],
+                tuple(Call(**call) for call in each["recent"]),
+                each["foreign"],
+                tuple(each["marks"]),
+            )
             for key, each in values["channels"].items()
         }
         return cls(**values)
@@ -153,6 +176,8 @@ class RankReport:
             return f"waits in {wait.call} for rank(s) {shortened(wait.awaits)}"
         channel = self.channels.get(wait.channel)
         where = f"of ranks {shortened(channel.ranks)}" if channel else f"of {wait.channel}"
+        if wait.is_foreign:
+            return f"waits in {wait.call} {where}"
         return f"waits in {wait.call}, call {wait.number} {where}"
 
 
@@ -185,7 +210,9 @@ class Judge:
         late = [report for report in reports.values() if report.late_seconds() >= self._limit_seconds]
         if not late:
             return ""
-        keys = dict.fromkeys(wait.channel for report in late for wait in report.waits if wait.channel)
+        keys = dict.fromkeys(
+            wait.channel for report in late for wait in report.waits if wait.channel and not wait.is_foreign
+        )
         parting = next((text for key in keys if (text := _parting(key, reports))), "")
         if parting:
             return f"ranks do different things: {parting}. {positions(reports.values())}. {_CURE}"
@@ -232,7 +259,22 @@ def _awaited(wait: WaitReport, report: RankReport, reports: Mapping[int, RankRep
     if not wait.channel:
         return wait.awaits
     ranks = report.channels[wait.channel].ranks
+    if wait.is_foreign:
+        return [rank for rank in ranks if rank in reports and _lacks_foreign(reports[rank], report, wait.channel)]
     return [rank for rank in ranks if rank in reports and _launched(reports[rank], wait.channel) < wait.number]
+
+
+def _lacks_foreign(other: RankReport, waiting: RankReport, key: str) -> bool:
+    """Whether `other` has certainly not made the foreign call in which `waiting` waits on channel `key`.
+
+    Calls of a group come in one order on all ranks. So it must come after the last counted call that both have made, and a
+    rank whose back end did nothing foreign on the group since then has not made it.
+    """
+    theirs, mine = other.channels.get(key), waiting.channels[key]
+    if theirs is None:
+        return False  # nobody counts what it does on this group
+    common = min(theirs.launched, mine.launched)
+    return theirs.foreign_since(common) == 0 and bool(mine.foreign_since(common))
 
 
 def _launched(report: RankReport, key: str) -> int:
@@ -251,7 +293,8 @@ def _parting(key: str, reports: Mapping[int, RankReport]) -> str:
 
 def _first_difference(reports: Mapping[int, RankReport], ranks: set[int]) -> str:
     """Where ranks of a deadlock began to do different things, as far as the names of their calls tell."""
-    keys = dict.fromkeys(wait.channel for rank in sorted(ranks) for wait in reports[rank].waits if wait.channel)
+    waits = [wait for rank in sorted(ranks) for wait in reports[rank].waits]
+    keys = dict.fromkeys(wait.channel for wait in waits if wait.channel and not wait.is_foreign)
     for key in keys:
         found = _first_pair(key, (reports[rank] for rank in sorted(ranks)), lambda one, other: one != other)
         if found is not None:

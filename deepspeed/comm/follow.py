@@ -96,11 +96,14 @@ def _started(function: Callable[..., Any], places: Places, args: Args, kwargs: K
     if is_waited:
         args, kwargs = places.as_async(args, kwargs)
     record = WATCH.launch(channel, places.name, nbytes)
+    channel.enter()
     try:
         work = function(*args, **kwargs)
     except Exception:  # refused: nothing is on its way
         WATCH.ledger.withdraw(record)
         raise
+    finally:
+        channel.leave()
     if work is None or not channel.is_blocking:
         return work
     if not is_waited:
@@ -115,6 +118,7 @@ def _opaque(function: Callable[..., Any], places: Places, args: Args, kwargs: Kw
         return function(*args, **kwargs)
     WATCH.check()
     record = WATCH.launch(channel, places.name, places.nbytes(args, kwargs))
+    channel.enter()
     try:
         if not channel.is_blocking:
             return function(*args, **kwargs)
@@ -122,6 +126,8 @@ def _opaque(function: Callable[..., Any], places: Places, args: Args, kwargs: Kw
     except (TypeError, ValueError):  # torch refused the arguments
         WATCH.ledger.withdraw(record)
         raise
+    finally:
+        channel.leave()
     return FollowedWork(result, record, is_opaque=True) if hasattr(result, "wait") else result
 
 
@@ -135,6 +141,8 @@ def _message(function: Callable[..., Any], places: Places, args: Args, kwargs: K
     source, destination = (WATCH.ledger.rank, peer) if is_sent else (peer, WATCH.ledger.rank)
     channel = WATCH.ledger.messages(group, source, destination)
     record = WATCH.ledger.launch(channel, places.name, places.nbytes(args, kwargs), is_message=True)
+    of_group = WATCH.ledger.channel(group)
+    of_group.enter()
     try:
         if not channel.is_blocking:
             return function(*args, **kwargs)
@@ -144,14 +152,25 @@ def _message(function: Callable[..., Any], places: Places, args: Args, kwargs: K
     except (TypeError, ValueError):
         WATCH.ledger.withdraw(record)
         raise
+    finally:
+        of_group.leave()
 
 
 def _batch(function: Callable[..., Any], places: Places, args: Args, kwargs: Kwargs) -> Any:
     WATCH.check()
-    works = function(*args, **kwargs)
     ledger = WATCH.ledger
+    ops = places.argument("p2p_op_list", args, kwargs)
+    groups = {op.group or dist.group.WORLD for op in ops}
+    used = [ledger.channel(group) for group in groups if isinstance(group, dist.ProcessGroup)]
+    for each in used:
+        each.enter()
+    try:
+        works = function(*args, **kwargs)
+    finally:
+        for each in used:
+            each.leave()
     records = []
-    for op in places.argument("p2p_op_list", args, kwargs):
+    for op in ops:
         ends = (ledger.rank, op.peer) if op.op is dist.isend else (op.peer, ledger.rank)
         group = op.group or dist.group.WORLD
         assert group is not None  # torch.distributed is initialized: the batch has been started

@@ -4,6 +4,7 @@
                      --wait----> waits[thread]: which call, since when                  one entry per blocking wait
     shared memory    --late----> waits[thread]: which call, for which ranks             only in waits that last
     comm.meeting     --report--> a `RankReport` of all this                             only when some rank is late
+    torch's own call --frame---> seen where it blocks; the back end has counted it      looked for once a second or so
 
 Lives here: the records of one process. Does not live here: carrying them to the other ranks (`comm.meeting`), judging them
 (`comm.divergence`), blocking (`comm.watch`, which owns the one ledger).
@@ -17,7 +18,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 
 import torch
@@ -32,6 +33,8 @@ _KNOWN_RUNS = 4096
 _RENEWED_SECONDS = 2.0
 _LIBRARIES = tuple(os.path.dirname(os.path.dirname(path)) + os.sep for path in (__file__, torch.__file__ + "/"))
 _LIBRARIES += (os.path.dirname(threading.__file__) + os.sep,)
+_HERE = os.path.dirname(__file__) + os.sep
+_TORCH_DISTRIBUTED = os.path.dirname(dist.__file__) + os.sep
 
 
 class Channel:
@@ -45,11 +48,28 @@ class Channel:
         recent: the last of them, as (operation, bytes, name).
         asked: calls that the ranks agreed on before they made them.
         known: runs of calls after which the last needs no agreement any more.
+        marks: for each of `recent`, how many foreign calls (made without `deepspeed.comm`) came before.
     """
 
-    __slots__ = ("asked", "is_blocking", "key", "known", "launched", "ranks", "recent")
+    __slots__ = (
+        "_foreign",
+        "_open",
+        "_own",
+        "_sequence",
+        "asked",
+        "is_blocking",
+        "key",
+        "known",
+        "launched",
+        "marks",
+        "ranks",
+        "recent",
+    )
 
-    def __init__(self, key: str, ranks: Sequence[int], *, is_blocking: bool) -> None:
+    def __init__(
+        self, key: str, ranks: Sequence[int], *, is_blocking: bool, sequence: Callable[[], int] | None = None
+    ) -> None:
+        """A new channel; `sequence` counts everything that the back end did for the group."""
         self.key = key
         self.ranks = tuple(ranks)
         self.is_blocking = is_blocking
@@ -57,6 +77,29 @@ class Channel:
         self.recent: deque[tuple[str, int, str]] = deque(maxlen=_RECENT_CALLS)
         self.asked = 0
         self.known: set[tuple[str | int, ...]] = set()
+        self.marks: deque[int] = deque(maxlen=_RECENT_CALLS)
+        self._sequence = sequence
+        self._own = 0 if sequence is None else sequence()
+        self._foreign = 0
+        self._open = 0
+
+    def enter(self) -> None:
+        """A call of ours begins to use the back end: what was done there since the last one is foreign."""
+        if self._sequence is not None:
+            if not self._open:
+                self._foreign = self._sequence() - self._own
+            self._open += 1
+
+    def leave(self) -> None:
+        """What `enter` opened is over, or has been handed to the back end: all of it was ours."""
+        if self._sequence is not None:
+            self._open -= 1
+            if not self._open:
+                self._own = self._sequence() - self._foreign
+
+    def foreign(self) -> int:
+        """Foreign calls so far."""
+        return self._foreign if self._sequence is None or self._open else self._sequence() - self._own
 
     def is_new(self) -> bool:
         """Whether the last call follows the two before it for the first time; from now on it does not."""
@@ -68,9 +111,12 @@ class Channel:
 
 
 class Wait:
-    """One call and, while a thread blocks on it, since when. `channel` None: for the ranks `awaits`, renewed by looks."""
+    """One call and, while a thread blocks on it, since when. `channel` None: for the ranks `awaits`, renewed by looks.
 
-    __slots__ = ("awaits", "call", "channel", "number", "renewed", "since")
+    `place` says which frame of a foreign call blocks, and where in it; None for calls that are counted.
+    """
+
+    __slots__ = ("awaits", "call", "channel", "number", "place", "renewed", "since")
 
     def __init__(
         self, call: tuple[str, int, str], channel: Channel | None, number: int = 0, awaits: Sequence[int] = ()
@@ -81,6 +127,7 @@ class Wait:
         self.awaits = awaits
         self.since = 0.0
         self.renewed = 0.0
+        self.place: tuple[int, int] | None = None
 
 
 class Ledger:
@@ -101,6 +148,7 @@ class Ledger:
         self._messages: dict[str, Channel] = {}
         self._message_groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
         self._waits: dict[int, Wait] = {}
+        self._foreign: dict[int, Wait] = {}
         self._threads: set[int] = set()
         self._last: tuple[str, int, str] | None = None
         self._clock = 0
@@ -114,7 +162,9 @@ class Ledger:
         found = self._channels.get(group)
         if found is None:
             is_blocking = dist.get_backend(group) == "gloo"
-            found = Channel(group.group_name, dist.get_process_group_ranks(group), is_blocking=is_blocking)
+            sequence = getattr(group, "_get_sequence_number_for_group", None) if is_blocking else None
+            ranks = dist.get_process_group_ranks(group)
+            found = Channel(group.group_name, ranks, is_blocking=is_blocking, sequence=sequence)
             self._channels[group] = found
         return found
 
@@ -125,6 +175,13 @@ class Ledger:
             self._message_groups.add(group)
             ranks = (source, destination)
             self._messages[key] = Channel(key, ranks, is_blocking=dist.get_backend(group) == "gloo")
+        return self._messages[key]
+
+    def named(self, name: str, ranks: Sequence[int]) -> Channel:
+        """The channel of what ranks do together outside any group of theirs, as making one."""
+        key = f"{name} of {list(ranks)}"
+        if key not in self._messages:
+            self._messages[key] = Channel(key, ranks, is_blocking=True)
         return self._messages[key]
 
     def blocking_groups(self) -> list[dist.ProcessGroup]:
@@ -138,6 +195,7 @@ class Ledger:
         channel.launched = number = channel.launched + 1
         if not is_message:  # the two ends of a message make different calls
             channel.recent.append(call)
+            channel.marks.append(channel.foreign())
         self._last = call
         self._threads.add(threading.get_ident())
         self._clock += 1
@@ -149,6 +207,7 @@ class Ledger:
         wait.channel.launched -= 1
         if wait.channel.recent and wait.channel.recent[-1] is wait.call:
             wait.channel.recent.pop()
+            wait.channel.marks.pop()
         self._clock += 1
 
     def begin(self, wait: Wait) -> None:
@@ -187,21 +246,26 @@ class Ledger:
     # -- read by the watching thread -----------------------------------------------------------------------------------
 
     def late_seconds(self) -> float:
-        """How long the longest wait has lasted; 0 without one."""
+        """How long the longest wait has lasted, those in foreign calls included; 0 without one."""
         now = self._time()
-        return max((now - wait.since for wait in self._current_waits(now).values()), default=0.0)
+        waits = [*self._current_waits(now).values(), *self._foreign_waits(now, sys._current_frames()).values()]
+        return max((now - wait.since for wait in waits), default=0.0)
+
+    def is_waiting_here(self) -> bool:
+        """Whether a thread waits in a call that is counted."""
+        return bool(self._current_waits(self._time()))
 
     def report(self) -> RankReport:
         """All this as one moment of it: a rank that moved meanwhile is reported as not waiting."""
         clock, now = self._clock, self._time()
-        waits = self._current_waits(now)
-        channels = {channel.key: _told(channel) for channel in [*self._channels.values(), *self._messages.values()]}
         frames = sys._current_frames()
+        waits = self._current_waits(now) | self._foreign_waits(now, frames)
+        channels = {channel.key: _told(channel) for channel in [*self._channels.values(), *self._messages.values()]}
         blocked = {*waits}
         self._stamp += 1
         return RankReport(
             rank=self.rank,
-            clock=clock,
+            clock=clock + sum(channel.foreign for channel in channels.values()),
             stamp=self._stamp,
             looks=self._looks,
             step=self.step,
@@ -230,15 +294,49 @@ class Ledger:
         waits = self._waits.copy()  # one step for the interpreter: the others may write meanwhile
         return {thread: wait for thread, wait in waits.items() if wait.channel or now - wait.renewed < _RENEWED_SECONDS}
 
+    def _foreign_waits(self, now: float, frames: Mapping[int, FrameType]) -> dict[int, Wait]:
+        """Threads that block in a call of torch.distributed itself. Called by the watching thread alone."""
+        found = {}
+        for thread in {threading.main_thread().ident or 0, *self._threads} - {*self._waits}:
+            frame = frames.get(thread)
+            outer = None if frame is None else _torch_call(frame)
+            if frame is None or outer is None:
+                continue
+            place, before = (id(frame), frame.f_lasti), self._foreign.get(thread)
+            found[thread] = before if before is not None and before.place == place else self._foreign_wait(outer, place, now)
+        self._foreign = found
+        return {thread: wait for thread, wait in found.items() if wait.channel is not None}
+
+    def _foreign_wait(self, frame: FrameType, place: tuple[int, int], now: float) -> Wait:
+        group = frame.f_locals.get("group") or dist.group.WORLD
+        channel = self.channel(group) if isinstance(group, dist.ProcessGroup) else None
+        is_counted = channel is not None and channel.is_blocking
+        wait = Wait((f"torch.distributed.{frame.f_code.co_name}", -1, ""), channel if is_counted else None)
+        wait.place, wait.since = place, now
+        return wait
+
+
+def _torch_call(frame: FrameType) -> FrameType | None:
+    """The frame of the function of torch.distributed that blocks here; None where none does, or one that we called."""
+    if not frame.f_code.co_filename.startswith(_TORCH_DISTRIBUTED):
+        return None
+    outer, each = frame, frame.f_back
+    while each is not None and each.f_code.co_filename.startswith(_TORCH_DISTRIBUTED):
+        if each.f_code.co_name != "wrapper":
+            outer = each
+        each = each.f_back
+    is_ours = each is not None and each.f_code.co_filename.startswith(_HERE)
+    return None if is_ours or outer.f_code.co_name == "wrapper" else outer
+
 
 def _told(channel: Channel) -> ChannelReport:
-    recent = tuple(channel.recent)
-    return ChannelReport(channel.ranks, channel.launched, tuple(Call(*call) for call in recent))
+    recent, marks = tuple(channel.recent), tuple(channel.marks)
+    return ChannelReport(channel.ranks, channel.launched, tuple(Call(*call) for call in recent), channel.foreign(), marks)
 
 
 def _said(wait: Wait, now: float) -> WaitReport:
     key = wait.channel.key if wait.channel else ""
-    return WaitReport(Call(*wait.call), key, wait.number, tuple(wait.awaits), now - wait.since)
+    return WaitReport(Call(*wait.call), key, wait.number, tuple(wait.awaits), now - wait.since, wait.place is not None)
 
 
 def _place(frame: FrameType | None) -> str:

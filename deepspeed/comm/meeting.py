@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from deepspeed.comm.divergence import Judge, RankReport
+from deepspeed.comm.divergence import Judge, RankReport, positions, shortened
 
 __all__ = ["Meeting", "Store"]
 
@@ -26,6 +26,7 @@ _QUICK_SECONDS = 0.2
 _LOOKS_PER_SECOND_AT_MOST = 200  # of all ranks together, while nobody is late
 _SLOWER = 1.25
 _CALM_LOOKS = 2
+_LATE_SECONDS = 8.0
 
 
 class Store(Protocol):
@@ -69,6 +70,8 @@ class Meeting:
         self._calm_looks = 0
         self._opened = 0.0
         self._announced = ("", 0.0)
+        self._reports: dict[int, RankReport] = {}
+        self._late_told_seconds = 0.0
 
     @property
     def calm_seconds(self) -> float:
@@ -111,6 +114,21 @@ class Meeting:
                     found[rank] = report
         return found
 
+    def late_text(self) -> str:
+        """On rank 0, now and then while ranks wait and nothing is certain: who stands where, who does not answer."""
+        seconds = max((report.late_seconds() for report in self._reports.values()), default=0.0) if self.is_open else 0.0
+        if seconds < max(_LATE_SECONDS, 2 * self._late_told_seconds) or self.verdict or self._announced[0]:
+            return ""
+        self._late_told_seconds = seconds
+        silent = [rank for rank in range(self._world_size) if rank not in self._reports]
+        text = f"ranks have waited for {seconds:.0f} s: {positions(self._reports.values())}."
+        if silent:
+            text += (
+                f" Rank(s) {shortened(silent)} do not answer: they have died, are stopped, hold Python's lock in one "
+                "long call, or their hosts cannot be reached."
+            )
+        return text
+
     def leave(self, store: Store, report: RankReport) -> None:
         """Say that this rank has ended."""
         store.set(f"at/{self._rank}", f"{self._number}\n{report.to_text()}")
@@ -131,9 +149,10 @@ class Meeting:
         self.is_open = False
         self._number += 1
         self._pause = self.calm_seconds
+        self._late_told_seconds = 0.0
 
     def _decide(self, store: Store) -> None:
-        reports = self.read(store, range(self._world_size))
+        self._reports = reports = self.read(store, range(self._world_size))
         text = self._judge.look(reports)
         is_complete = len(reports) == self._world_size or self._time() >= self._opened + 1.5 * self.calm_seconds
         if text and is_complete:  # a rank that has not noticed yet is worth waiting for: the text says where it stands

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.collectives import all_gather_into_tensor
 from deepspeed.comm.failures import NotInitializedError
+from deepspeed.comm.watch import WATCH
 from deepspeed.comm.world import current_world
 
 __all__ = [
@@ -75,7 +76,9 @@ def new_group(ranks: list[int] | None = None, **options: Any) -> dist.ProcessGro
     """
     _require_world("new_group")
     options.setdefault("timeout", current_world().timeout)
-    group: dist.ProcessGroup = dist.new_group(ranks, **options)
+    everyone = range(dist.get_world_size())
+    meeting = ranks if ranks is not None and options.get("use_local_synchronization") else everyone
+    group: dist.ProcessGroup = WATCH.together("new_group", list(meeting), lambda: dist.new_group(ranks, **options))
     return group
 
 
@@ -87,7 +90,12 @@ def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[st
         mesh_dim_names: name of each dimension.
     """
     _require_world("initialize_mesh_device")
-    return init_device_mesh(get_accelerator().device_name(), tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
+    kind, shape, names = get_accelerator().device_name(), tuple(mesh_shape), tuple(mesh_dim_names)
+    return WATCH.together(
+        "initialize_mesh_device",
+        range(dist.get_world_size()),
+        lambda: init_device_mesh(kind, shape, mesh_dim_names=names),
+    )
 
 
 def _require_world(call: str) -> None:

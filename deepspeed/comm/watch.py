@@ -23,6 +23,13 @@ is asked. A rank that leaves the common way comes to a call that is new to it, w
 When some rank does not come for several times the limit, the others start the call without agreement: the back end's
 time-out begins then.
 
+[Note: torch's own calls] A collective called as `torch.distributed.all_reduce` is not followed: nothing here is on its
+way. But a thread that stands still in one is seen by its frame, and the back end counts all that is done on a group: so it
+takes part in the comparison, and is let go of with the others.
+
+[Note: stopped ranks] A rank that a signal has stopped is slow as far as it can be seen from afar. Ranks of its own host see
+its state, and raise after some seconds; those of other hosts log who does not answer.
+
 [Note: after a verdict] gloo's threads are still in the collectives that can never end, and whoever takes the process
 group down, the interpreter's end included, waits for them. A receive that times out makes gloo close all connections of
 its group, and with them go those collectives.
@@ -45,10 +52,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
+from deepspeed.comm.agreement import Agreement
 from deepspeed.comm.divergence import positions, shortened
 from deepspeed.comm.failures import WHERE_TO_LOOK
 from deepspeed.comm.ledger import Channel, Ledger, Wait
 from deepspeed.comm.meeting import Meeting
+from deepspeed.comm.neighbours import Neighbours
 from deepspeed.common.logging import get_logger
 from deepspeed.errors import CommError
 
@@ -59,13 +68,15 @@ logger = get_logger(__name__)
 _SLICE_SECONDS = 0.25
 _SLICE = timedelta(seconds=_SLICE_SECONDS)
 _LOOKS_THAT_MAY_FAIL = 3
+_LOOKS_FOR_NEIGHBOURS = 5
+_NEIGHBOURS_PAUSE_SECONDS = 0.1
 _JOIN_SECONDS = 2.0
 _ASKED_AT_MOST = 16
 _TAG_NOBODY_SENDS = 2**30
 _AGREEING_RANKS = 256
 _MORE_SECONDS = 3.0
-_FIRST_PAUSE_SECONDS = 0.5e-3
-_LAST_PAUSE_SECONDS = 20e-3
+_STOPPED_SECONDS = 4.0
+_SILENT_STORE_SECONDS = 5.0
 
 
 class Watch:
@@ -79,6 +90,9 @@ class Watch:
     def __init__(self) -> None:
         self.is_on = False
         self.ledger = Ledger(0)
+        self._neighbours = Neighbours(0)
+        self._asking_since: float | None = None
+        self._is_silence_told = False
         self._meeting: Meeting | None = None
         self._generation = 0
         self._limit_seconds = 0.0
@@ -101,6 +115,9 @@ class Watch:
         self._generation += 1
         self._limit_seconds = limit_seconds
         self.ledger = ledger = Ledger(rank)
+        self._neighbours = Neighbours(rank)
+        self._is_silence_told = False
+        self.channel(None)  # what is done on the world from now on is counted, by whomever
         self._meeting = Meeting(rank, world_size, limit_seconds, ledger.report, ledger.late_seconds)
         self._wake = threading.Event()
         self._thread = threading.Thread(
@@ -129,22 +146,44 @@ class Watch:
     def _run(self, meeting: Meeting, wake: threading.Event) -> None:
         """Body of the thread."""
         failures = 0
+        self._meet_neighbours(wake)
         while failures < _LOOKS_THAT_MAY_FAIL and not meeting.verdict and not wake.wait(meeting.pause_seconds):
             store = self._store()  # anew each time: whoever takes the process group down must not find us holding it
             if store is None:
                 return
+            self._asking_since = monotonic()
             try:
+                if meeting.is_open:
+                    self._neighbours.learn(store)
                 meeting.look(store)
                 failures = 0
             except RuntimeError as error:
                 failures += 1
                 logger.debug("rank %d could not look at the others: %s", self.ledger.rank, error)
+            finally:
+                self._asking_since = None
+            late = meeting.late_text()
+            if late:
+                logger.warning("rank %d: %s", self.ledger.rank, late)
         if meeting.verdict:
-            if not self.ledger.late_seconds():  # nobody here is about to raise it
+            if not self.ledger.is_waiting_here():  # nobody here is about to raise it
                 logger.error("rank %d: %s", self.ledger.rank, meeting.verdict)
             wake.wait(2 * _SLICE_SECONDS)  # those who wait in slices raise the verdict first
             for group in self.ledger.blocking_groups():
                 _break(group, self.ledger.rank)
+
+    def _meet_neighbours(self, wake: threading.Event) -> None:
+        """Learn who else is on this host while the store still answers: a stopped rank may be the one that serves it."""
+        store = self._store()
+        try:
+            if store is not None:
+                self._neighbours.introduce(store)
+            for _ in range(_LOOKS_FOR_NEIGHBOURS):
+                if store is None or wake.wait(_NEIGHBOURS_PAUSE_SECONDS):
+                    return
+                self._neighbours.learn(store)
+        except RuntimeError as error:
+            logger.debug("rank %d does not know who else is on its host: %s", self.ledger.rank, error)
 
     def _store(self) -> PrefixStore | None:
         """The process group's store, under a prefix of ours; None when the group is gone."""
@@ -167,14 +206,29 @@ class Watch:
         return "" if self._meeting is None else self._meeting.verdict
 
     def check(self) -> None:
-        """Raise the verdict if there is one.
+        """Raise the verdict if there is one, or that a signal has stopped a rank of this host. Called in every wait.
 
         Raises:
-            CommError: ranks wait for each other, or did different things.
+            CommError: ranks wait for each other, did different things, or are stopped.
         """
         verdict = self.verdict
         if verdict:
             raise CommError(f"rank {self.ledger.rank}: {verdict}")
+        if self._meeting is None:
+            return
+        stopped = self._neighbours.stopped(_STOPPED_SECONDS)
+        if stopped:
+            waits = " and ".join(wait.position() for wait in [self.ledger.report()] if wait.waits)
+            raise CommError(f"rank {self.ledger.rank}{' ' if waits else ''}{waits}: {stopped}")
+        asking = self._asking_since
+        if asking is not None and monotonic() - asking >= _SILENT_STORE_SECONDS and not self._is_silence_told:
+            self._is_silence_told = True
+            logger.warning(
+                "rank %d: the store of the process group has not answered for %.0f s. Rank 0 serves it as a rule: its "
+                "process is stopped, or its host cannot be reached. This rank waits on until the time-out.",
+                self.ledger.rank,
+                monotonic() - asking,
+            )
 
     def launch(self, channel: Channel, operation: str, nbytes: int) -> Wait:
         """Count a call that is about to start. May block until all ranks of the channel are there. [Note: new calls]
@@ -186,38 +240,32 @@ class Watch:
         if channel.is_blocking and len(channel.ranks) <= _AGREEING_RANKS and channel.is_new():
             channel.asked += 1
             store = self._store()
-            try:
-                if store is not None:
-                    self._agree(record, channel, store)
-            except CommError:
-                raise
-            except RuntimeError as error:  # without the store there is no agreement; the call itself will tell
-                logger.debug("rank %d could not agree on %s: %s", self.ledger.rank, operation, error)
+            if store is not None:
+                self._agree(record, channel, store)
         return record
 
     def _agree(self, record: Wait, channel: Channel, store: PrefixStore) -> None:
-        key = f"{channel.key} {channel.asked}"
+        """[Note: new calls]. A helper thread asks: a store whose host is stopped answers nothing, and cannot be left."""
         mine = str(record.call[:2])
-        first = store.compare_set(f"call {key}", "", mine).decode()
-        if first == mine and store.add(f"ready {key}", 1) == len(channel.ranks):
-            store.set(f"go {key}", "")
-            return
-        self.ledger.begin(record)
+        agreement = Agreement(store, f"{channel.key} {channel.asked}", mine, len(channel.ranks))
         began = monotonic()
-        if first != mine:
-            record.since -= self._limit_seconds  # it is late: why wait to say so
-        pause = _FIRST_PAUSE_SECONDS
+        self.ledger.begin(record)
         try:
-            while not store.check([f"go {key}"]):
+            agreement.start()
+            while not agreement.is_over.wait(_SLICE_SECONDS):
+                if agreement.first not in ("", mine):
+                    record.since = min(record.since, began - self._limit_seconds)  # it is late: why wait to say so
                 self.check()
-                if monotonic() - began >= 4 * self._limit_seconds + _MORE_SECONDS:
-                    break
-                sleep(pause)
-                pause = min(2 * pause, _LAST_PAUSE_SECONDS)
+                waited = monotonic() - began
+                if waited >= 4 * self._limit_seconds + _MORE_SECONDS or self._neighbours.dead(channel.ranks):
+                    break  # the call itself will tell
         finally:
             self.ledger.end()
-        if first != mine:
-            text = f"{record.call[0]} of ranks {shortened(channel.ranks)}: here as {mine}, on another rank as {first}"
+            agreement.is_cancelled = True
+        if agreement.first not in ("", mine):
+            text = (
+                f"{record.call[0]} of ranks {shortened(channel.ranks)}: here as {mine}, on another rank as {agreement.first}"
+            )
             raise self.failed(record.call[0], channel.ranks, CommError(text))
 
     def wait(self, record: Wait, work: Any, timeout: timedelta | None = None) -> Any:
@@ -272,6 +320,17 @@ class Watch:
         if failure is not None:
             raise failure
         return value
+
+    def together(self, operation: str, ranks: Sequence[int], call: Callable[[], Any]) -> Any:
+        """Return `call()`, which the global ranks `ranks` make together, outside any group, and which blocks until all do.
+
+        Raises:
+            CommError: the verdict.
+        """
+        if not self.is_on or dist.get_backend() != "gloo":  # devices are chosen per thread: no helper thread there
+            return call()
+        self.check()
+        return self.block(self.ledger.launch(self.ledger.named(operation, ranks), operation, 0), call)
 
     def late(self, operation: str, awaits: Sequence[int], waited_seconds: float) -> None:
         """See the function `late`."""

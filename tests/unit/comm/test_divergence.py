@@ -189,3 +189,40 @@ def test_ranks_at_one_place_are_told_together() -> None:
 def test_a_report_survives_as_text() -> None:
     report = replace(_crossed()[0], step=7, place="x.py:1 in f", last="y", has_ended=True)
     assert RankReport.from_text(report.to_text()) == report
+
+
+FOREIGN = Call("torch.distributed.all_reduce")
+
+
+def _in_torchs_own_call(rank: int, channel: ChannelReport) -> RankReport:
+    wait = WaitReport(FOREIGN, "a", 0, (), LATE, is_foreign=True)
+    return RankReport(rank, 5, 1, waits=(wait,), is_waiting=True, channels={"a": channel})
+
+
+def _counted(calls: int, marks: tuple[int, ...], foreign: int) -> ChannelReport:
+    return ChannelReport((0, 1), calls, (REDUCE,) * len(marks), foreign, marks)
+
+
+def test_a_call_of_torchs_own_that_the_other_rank_has_not_made_takes_part() -> None:
+    here = _in_torchs_own_call(0, _counted(2, (0, 0), 1))
+    there = _waiting(1, "a", a=_counted(3, (0, 0, 0), 0))
+    text = _two_looks(here, there)
+    assert "rank 0 waits in torch.distributed.all_reduce of ranks [0, 1]" in text
+    assert "rank 1 waits in all_reduce of 64 bytes (module 'a'), call 3" in text
+
+
+@pytest.mark.parametrize(
+    "there",
+    [
+        _counted(3, (0, 0, 1), 1),  # made right before its next call: the one here may only be slow
+        _counted(3, (0, 0, 0), 1),  # begun since
+        _counted(60, (7,) * 32, 7),  # so far on that nobody remembers what came after call 2
+    ],
+)
+def test_a_call_of_torchs_own_that_the_other_rank_may_have_made_is_no_fault(there: ChannelReport) -> None:
+    assert _two_looks(_in_torchs_own_call(0, _counted(2, (0, 0), 1)), _waiting(1, "a", a=there)) == ""
+
+
+def test_reports_survive_the_way_through_the_store() -> None:
+    report = _in_torchs_own_call(0, _counted(2, (0, 0), 1))
+    assert RankReport.from_text(report.to_text()) == report

@@ -134,7 +134,7 @@ def test_the_limit_is_at_most_half_of_what_a_collective_may_take(monkeypatch: py
     from datetime import timedelta
 
     monkeypatch.delenv("DEEPSPEED_WATCH_SECONDS", raising=False)
-    assert watch_seconds(None) == watch_seconds(timedelta(minutes=30)) == 5.0
+    assert watch_seconds(None) == watch_seconds(timedelta(minutes=30)) == 3.0
     assert watch_seconds(timedelta(seconds=4)) == 2.0
     monkeypatch.setenv("DEEPSPEED_WATCH_SECONDS", "60")
     assert watch_seconds(timedelta(minutes=30)) == 60.0
