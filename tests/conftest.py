@@ -52,7 +52,8 @@ def _seeds_and_defaults_are_fixed() -> Iterator[None]:
     yield
     torch.set_num_threads(thread_count)
     torch.set_default_dtype(dtype)
-    torch.use_deterministic_algorithms(deterministic)
+    if torch.are_deterministic_algorithms_enabled() != deterministic:  # setting it loads the compiler: seconds
+        torch.use_deterministic_algorithms(deterministic)
 
 
 @pytest.fixture

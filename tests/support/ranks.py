@@ -1,14 +1,15 @@
 """Run one function in several ranks: real processes, gloo over loopback, every rank's failure told.
 
-        test process                     forkserver (torch loaded once)
+        test process                     forkserver (torch and the package loaded once)
         run_ranks(fn, 3) --- start --->  fork -> rank 0: process group, seeds, fn(0, 3, *args) --+
              ^                           fork -> rank 1: ...                                     |
              |                           fork -> rank 2: ...                                     |
              +--------- one message per rank: the result, or the traceback and when it was raised +
 
 Why a forkserver: a spawned rank imports torch and, at its first optimizer, torch._dynamo, which took 4 s of processor time
-per rank where this was measured; forked from a server that has both loaded, three ranks start in 0.02 s. The server
-has no threads and no process group, so what makes plain `fork` unsafe is absent.
+per rank where this was measured, and the package 0.65 s more, five times what most tests then do; forked from a server that
+has all loaded, three ranks start in 0.02 s. The server has no threads and no process group, so what makes plain `fork`
+unsafe is absent. Loading the package chooses nothing: each rank begins with the environment that it is given (a test).
 
 `fn` and its arguments are pickled: `fn` must be a function at the top level of its module.
 """
@@ -34,11 +35,17 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-_PRELOAD = ["torch", "torch._dynamo", "torch.distributed.device_mesh", "numpy", "pydantic", "pytest", "hypothesis"]
+PRELOADED = (
+    *("torch", "torch._dynamo", "torch.distributed.device_mesh", "numpy", "pydantic", "pytest", "hypothesis"),
+    *("deepspeed.api", "deepspeed.engine.build", "deepspeed.topology.groups"),
+    *("deepspeed.utils", "deepspeed.zero.access", "deepspeed.zero.init_context"),
+)
+"""What a rank finds loaded. A name that cannot be imported would be passed over."""
+
 _GRACE_SECONDS = 5.0  # for the peers of a rank that failed: their own errors are worth having, a hang is not
 _NOTICE_SECONDS = 0.25  # a death has no time stamp and may be noticed after the echo it caused; allow for this much
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(_PRELOAD)
+_context.set_forkserver_preload(list(PRELOADED))
 
 
 @dataclass(frozen=True)

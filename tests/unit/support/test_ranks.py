@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
@@ -9,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.ranks import RanksFailed, run_ranks
+from tests.support.ranks import PRELOADED, RanksFailed, run_ranks
 
 
 def _sum_of_ranks(rank: int, world_size: int, offset: int) -> torch.Tensor:
@@ -25,6 +26,17 @@ def _environment(rank: int, world_size: int) -> dict[str, object]:
         "random": torch.rand(1).item(),
         "cwd": os.getcwd(),
         **{name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "X")},
+    }
+
+
+def _at_the_start(rank: int, world_size: int, names: tuple[str, ...]) -> dict[str, object]:
+    of = {name: sys.modules.get(name) for name in names}
+    modules = {name: importlib.import_module(f"deepspeed.{name}") for name in ("accelerator.select", "comm.world")}
+    return {
+        "not loaded": [name for name, module in of.items() if module is None],
+        "chosen": [name for name, module in modules.items() if module._current is not None],
+        "native library": importlib.import_module("deepspeed.ops.native.library")._load.cache_info().currsize,
+        "warned": importlib.import_module("deepspeed.common.logging")._warned,
     }
 
 
@@ -81,6 +93,13 @@ def _gone(pid: int) -> bool:
     except ProcessLookupError:
         return True
     return False
+
+
+def test_a_rank_finds_everything_loaded_and_nothing_chosen() -> None:
+    for name in PRELOADED:
+        importlib.import_module(name)
+    (found,) = run_ranks(_at_the_start, 1, PRELOADED, init=False)
+    assert found == {"not loaded": [], "chosen": [], "native library": 0, "warned": set()}
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
