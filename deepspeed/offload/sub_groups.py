@@ -8,7 +8,7 @@
 for each tensor of the optimizer (Adam: masters and two moments), and as many sub-groups are in memory at once as overlap
 asks for; so sub-groups are made as small as that needs, and smaller still where more of them overlap better.
 
-Pure arithmetic. Called by `zero.disk_residence`.
+Pure arithmetic. Called by `engine.tiers`; the walk in memory (`zero.master`) cuts at the same grains.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from deepspeed.errors import ConfigError
 
-__all__ = ["PAGE_NBYTES", "SubGroups", "aligned", "check_buffers", "plan_sub_groups"]
+__all__ = ["PAGE_NBYTES", "SubGroups", "aligned", "check_buffers", "plan_sub_groups", "whole_grains"]
 
 PAGE_NBYTES = 4096
 """What a disk moves at least, and what direct transfers begin at."""
@@ -62,7 +62,7 @@ def plan_sub_groups(
     at_once = 1 + reads_ahead + writes_behind
     granted_numel = buffer_count * min(sub_group_size, shard_numel)
     suits_overlap = min(max(-(-shard_numel // _PARTS), _LEAST_NUMEL), _MOST_NUMEL)
-    numel = _rounded(min(granted_numel // (tensors * at_once), sub_group_size, suits_overlap))
+    numel = whole_grains(min(granted_numel // (tensors * at_once), sub_group_size, suits_overlap))
     groups = -(-shard_numel // numel)
     buffers = max(at_once, min(granted_numel // (tensors * numel), groups // 2))
     return SubGroups(numel, min(buffers, groups))
@@ -83,7 +83,11 @@ def aligned(number: int, unit: int = PAGE_NBYTES) -> int:
     return -(-number // unit) * unit
 
 
-def _rounded(numel: int) -> int:
-    """`numel` rounded down to whole grains where it has some, and at least 1."""
+def whole_grains(numel: int) -> int:
+    """`numel` rounded down to whole grains where it has some, and at least 1.
+
+    Ranges that begin at grains are stepped alike however long they are: torch's kernels round what does not fill a vector,
+    the last elements of a range, in another way than the rest.
+    """
     grain = next((grain for grain in _GRAINS if numel >= grain), 1)
     return max(1, numel // grain * grain)

@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
+from deepspeed.offload.sub_groups import whole_grains
 from deepspeed.ops.adam.base import FusedKernelAdam
 from deepspeed.ops.host_step import Update
 from deepspeed.ops.optimizer import GroupOptimizer
@@ -93,7 +94,7 @@ class MasterWeights:
         self._state_dtype = state_dtype
         device = flats[0].master_device if flats else torch.device("cpu")
         fitting = SUB_GROUP_NUMEL.get(device.type, _DEVICE_SUB_GROUP_NUMEL)
-        numel = fitting if sub_group_numel is None else min(fitting, sub_group_numel)
+        numel = fitting if sub_group_numel is None else whole_grains(min(fitting, sub_group_numel))
         if self.residence.most_numel is not None:  # it lays its own batches out
             numel = sub_group_numel = self.residence.most_numel
         self.slices = tuple(s for flat in flats for s in self._cut(flat, numel))

@@ -105,3 +105,31 @@ def test_a_client_optimizer_comes_back_with_its_state_and_trains_on_in_plain_tor
     _plain(got, ours, range(3, 4), 0.5)
     for mine, theirs in zip(got, wanted, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-14, atol=1e-14)
+
+
+FUSED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1, fused=True),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
+}
+
+
+def _steps_of_fused(name: str, sub_group_numel: int | None) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    param = nn.Parameter(torch.randn(5000, generator=generator))
+    flat = flat_group([("w", param)], dtype=torch.float32)
+    flat.attach_gradients(ViewGradients(flat, LocalReducer(flat.layout.numel, torch.float32, CPU)))
+    master = MasterWeights([flat], FUSED[name]([param]), is_elementwise=True, sub_group_numel=sub_group_numel)
+    for _ in range(5):
+        assert param.grad is not None
+        param.grad.add_(torch.randn(5000, generator=generator))
+        master.step(1.0)
+    return param.detach().clone()
+
+
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("numel", [100, 333, 777])
+def test_torchs_kernels_give_the_same_bits_in_sub_groups_of_any_size(
+    name: str, numel: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(master_module.SUB_GROUP_NUMEL, "cpu", 1 << 19)
+    assert torch.equal(_steps_of_fused(name, numel), _steps_of_fused(name, None))
