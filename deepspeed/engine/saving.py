@@ -96,6 +96,7 @@ class SavingMembers:
                 "so a resumed run begins the next update anew. Save after a step() that updates.",
             )
         if self.optimizer is not None:
+            self.optimizer.master.adopt_edits()
             self.optimizer.master.drain()
         scalars = None if self.optimizer is None else _optimizer_scalars(self.optimizer, self._parts.partition)
         ranks = self._parts.mesh.data_parallel

@@ -236,6 +236,9 @@ def _optimizer_of(flat: FlatGroup) -> ZeroOptimizer | None:
 
 
 def _master(flat: FlatGroup, position: int) -> list[Part]:
+    optimizer = _optimizer_of(flat)
+    if optimizer is not None:
+        optimizer.master.adopt_edit(flat, position)
     return [(f, flat.read_master(f.buffer_start, f.buffer_start + f.numel)) for f in flat.own_parts(position)]
 
 

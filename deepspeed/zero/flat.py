@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -372,33 +372,43 @@ class FlatGroup:
             self._take_own(position, flat)
         self._versions[position] = self._params[position]._version
 
-    def adopt_edits(self) -> list[int]:
-        """Take over what the caller did to whole parameters since the last update, so that the coming one builds on it.
+    def edited(self) -> list[int]:
+        """Positions among `layout.slots` of what the caller has done something to since it was last taken over.
 
-        Values written into a 16-bit parameter (`load_state_dict`, `torch.nn.init`, `copy_`) go into the master, where they
-        differ from it; all ranks must write the same. A parameter that was given other storage (`param.data = ...`) is moved
-        back into the buffer. Writing through `param.data` into the same storage cannot be noticed: use
+        Noticed are writes into a whole parameter (`load_state_dict`, `torch.nn.init`, `copy_`) and other storage
+        (`param.data = ...`). Writing through `param.data` into the same storage cannot be noticed: use
         `deepspeed.utils.safe_set_full_fp32_param`. Sharded parameters are edited inside `zero.GatheredParameters`.
+        """
+        if self.is_sharded:
+            return []
+        noted = zip(self._params, self._addresses, self._versions, strict=True)
+        return [
+            position
+            for position, (param, address, version) in enumerate(noted)
+            if param._version != version or param.data_ptr() != address
+        ]
 
-        Returns:
-            The positions among `layout.slots` of what was edited.
+    def is_edited(self, position: int) -> bool:
+        """Whether `edited` would name this one."""
+        param = self._params[position]
+        seen = (self._versions[position], self._addresses[position])
+        return not self.is_sharded and (param._version, param.data_ptr()) != seen
+
+    def adopt_edits(self, positions: Iterable[int] | None = None) -> None:
+        """Take over what `edited` found (None: all of it), so that whatever is done with masters builds on it.
+
+        Values written into a 16-bit parameter go into the master, where they differ from it; all ranks must write the
+        same. A parameter that was given other storage is moved back into the buffer.
 
         Raises:
             UsageError: the other storage has another dtype, device or shape.
         """
-        if self.is_sharded:
-            return []
-        edited = []
-        noted = zip(self._params, self._addresses, self._versions, strict=True)
-        for position, (param, address, version) in enumerate(noted):
-            if param.data_ptr() != address:
+        for position in self.edited() if positions is None else positions:
+            param = self._params[position]
+            if param.data_ptr() != self._addresses[position]:
                 self._move_back(self.layout.slots[position])
-            elif param._version == version:
-                continue
             self._versions[position] = param._version
             self._adopt_rounded(position)
-            edited.append(position)
-        return edited
 
     def adopt_all(self) -> None:
         """Take over the model's values as masters where they differ, whether or not an edit was noticed."""

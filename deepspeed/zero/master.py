@@ -159,9 +159,23 @@ class MasterWeights:
         """Take what `kept_beside` gave when the checkpoint that was just loaded was saved. All ranks call it."""
 
     def adopt_edits(self) -> None:
-        """Take over what the caller did to whole parameters since the last update: `FlatGroup.adopt_edits`."""
-        for flat in self.flats:
-            flat.adopt_edits()
+        """Take over what the caller did to whole parameters, the same on all ranks: `FlatGroup.adopt_edits`.
+
+        Before whatever looks at all masters: an update, a save.
+        """
+        found = [(flat, edited) for flat in self.flats if (edited := flat.edited())]
+        if found:
+            with self.residence.agreeing():
+                for flat, edited in found:
+                    self._adopt(flat, edited)
+
+    def adopt_edit(self, flat: FlatGroup, position: int) -> None:
+        """The same for the parameter at `position` of `flat` alone; no other rank is asked."""
+        if flat.is_edited(position):
+            self._adopt(flat, [position])
+
+    def _adopt(self, flat: FlatGroup, edited: Sequence[int]) -> None:
+        flat.adopt_edits(edited)
 
     def drain(self) -> None:
         """Bring what still goes on behind training into the model. Collective over the shard axis."""

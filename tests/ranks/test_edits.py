@@ -89,3 +89,34 @@ def test_a_rank_that_edits_early_does_not_edit_what_others_still_read(tmp_path: 
     wanted = {name: p.detach() * 0.5 for name, p in build(Mlp).named_parameters()}
     for weights in run_ranks(_edit_early, 2, str(tmp_path), stage):
         assert relative_difference(weights, wanted) == 0.0
+
+
+TIERED = [(stage, kind, "none") for stage in (0, 1, 2) for kind in ("fp32", "bf16")]
+TIERED += [(stage, kind, "nvme") for stage in (1, 2) for kind in ("fp32", "bf16")]
+
+
+def _edit_and_save(rank: int, world_size: int, folder: str) -> None:
+    for stage, kind, tier in TIERED:
+        blocks: dict[str, Any] = {"bf16": {"enabled": True}} if kind == "bf16" else {}
+        dtype = torch.bfloat16 if kind == "bf16" else torch.float32
+        offload = {"device": tier, "nvme_path": folder}
+        settings = config(**blocks, **zero(stage, **SEVERAL_BUCKETS, offload_optimizer=offload))
+        settings["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2}}
+        model = build(Mlp)
+        engine = make_engine(model, settings)
+        (micros,) = make_batches(build(Mlp), 1, 1, world_size)
+        engine.backward(engine(*(t.to(dtype) for t in micros[0][rank])))
+        engine.step()
+        _edit(model, 3)
+        wanted = model_weights(engine)
+        engine.save_checkpoint(folder, tag="edited")
+        engine.destroy()
+        resumed = make_engine(build(Mlp), settings)
+        resumed.load_checkpoint(folder, tag="edited")
+        got = model_weights(resumed)
+        resumed.destroy()
+        assert all(torch.equal(got[name], wanted[name]) for name in wanted), (stage, kind, tier)
+
+
+def test_a_checkpoint_holds_what_was_edited_just_before_it(tmp_path: Path) -> None:
+    run_ranks(_edit_and_save, 2, str(tmp_path))

@@ -277,12 +277,11 @@ class ZenFlowWeights(MasterWeights):
             with self.rewriting():
                 self._merge()
 
-    def adopt_edits(self) -> None:
-        """See `MasterWeights`. What the caller has written wins over an update that runs behind."""
-        for flat in self.flats:
-            edited = flat.adopt_edits()
-            if edited and self._rest.is_started:
-                self._rest.overrule(self._touching(flat, edited))
+    def _adopt(self, flat: FlatGroup, edited: Sequence[int]) -> None:
+        """What the caller has written wins over an update that runs behind."""
+        super()._adopt(flat, edited)
+        if self._rest.is_started:
+            self._rest.overrule(self._touching(flat, edited))
 
     def _touching(self, flat: FlatGroup, edited: Iterable[int]) -> Iterator[tuple[int, int, int]]:
         """(number of the slice, first and last element of it) for this rank's parts of the parameters at `edited`."""

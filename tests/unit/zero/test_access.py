@@ -88,6 +88,17 @@ def test_a_written_weight_is_the_models_too_and_keeps_what_sixteen_bits_round_aw
     assert torch.equal(utils.safe_get_full_fp32_param(trained.w), value)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("what", ["full weight", "local weight"])
+def test_a_weight_that_was_edited_in_the_model_is_read_with_the_edit(what: str) -> None:
+    trained = Trained()
+    with torch.no_grad():
+        trained.w[1] = 0.25
+    got = READERS[what](trained.w)
+    assert got is not None
+    assert torch.equal(got.view(5, 3)[1], torch.full((3,), 0.25))
+    assert not torch.equal(got.view(5, 3)[0].bfloat16().float(), got.view(5, 3)[0])  # the rest keeps its digits
+
+
 def test_gradients_are_in_the_units_of_the_mean_loss() -> None:
     trained = Trained(divisor=4)
     assert torch.equal(utils.safe_get_full_grad(trained.w), torch.full((5, 3), 2.0 / 4))  # type: ignore[arg-type]
