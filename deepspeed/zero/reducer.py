@@ -18,11 +18,15 @@ business of the stores (`zero.gradients`). Three facts carry the design:
    before that is
    known; where only shards are kept it is, and what came late is launched again. [Note: arrivals are learned]
 
+[Note: hooks hold nothing] Python's collector does not look into hooks of this kind. What they held would hold the parameter
+in turn, and both for ever: an engine that is dropped without `destroy` would keep its model and masters in memory.
+
 What does not live here: dividing by accumulation steps, loss scale, clipping (one factor in `zero.master`).
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -197,20 +201,27 @@ class GradientReducer:
         ]
 
     def _hook(self, bucket: _Bucket, index: int) -> Any:
-        def grad_ready(_: Tensor) -> None:
-            if not self._is_running:
-                self._before_backward()
-            bucket.pending -= 1
-            if self._arrivals is not None:
-                self._count(bucket, key)
-            if bucket.pending <= 0 and self._is_reducing:
-                self._bucket_full(bucket)
-            elif bucket.pending <= 0:
-                bucket.take_over()
-
+        """[Note: hooks hold nothing]."""
         param: Any = bucket.flat.members[index].param  # torch leaves this method untyped
-        key = id(param)
+        key, reducer, filled = id(param), weakref.ref(self), weakref.ref(bucket)
+
+        def grad_ready(_: Tensor) -> None:
+            live, arrived_in = reducer(), filled()
+            if live is not None and arrived_in is not None:
+                live._gradient_ready(arrived_in, key)
+
         return param.register_post_accumulate_grad_hook(grad_ready)
+
+    def _gradient_ready(self, bucket: _Bucket, key: int) -> None:
+        if not self._is_running:
+            self._before_backward()
+        bucket.pending -= 1
+        if self._arrivals is not None:
+            self._count(bucket, key)
+        if bucket.pending <= 0 and self._is_reducing:
+            self._bucket_full(bucket)
+        elif bucket.pending <= 0:
+            bucket.take_over()
 
     def _before_backward(self) -> None:
         """The first gradient of a backward has arrived."""

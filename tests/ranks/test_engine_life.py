@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import logging
 import pickle
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ import torch
 from torch import nn
 
 from deepspeed.errors import UsageError
-from tests.support.engines import config, make_engine, masters, train
+from tests.support.engines import config, make_engine, masters, train, zero
 from tests.support.models import Mlp, build, make_batches
 from tests.support.ranks import run_ranks
 from tests.support.reference import FP64_ROUNDING, relative_difference, train_reference
@@ -252,3 +254,26 @@ def _destroyed_twice(rank: int, world_size: int) -> bool:
 
 def test_a_sharded_model_is_whole_after_destroy_however_often_that_is_called() -> None:
     assert run_ranks(_destroyed_twice, 2) == [True, True]
+
+
+def _dropped(rank: int, world_size: int) -> list[int]:
+    remaining = []
+    for stage in (0, 1, 2, 3):
+        model = build(Mlp)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        (micros,) = make_batches(model, 1, 1, world_size)
+        blocks = {"bf16": {"enabled": True}, **zero(stage, stage3_param_persistence_threshold=0)}
+        engine = make_engine(model, config(**blocks), optimizer=optimizer)
+        engine.backward(engine(*(t.bfloat16() for t in micros[0][rank])))
+        engine.step()
+        kept = [engine, model, *model.parameters(), *engine.optimizer.master.flats]
+        references = [weakref.ref(each) for each in kept]
+        del engine, model, optimizer, kept
+        gc.collect()
+        remaining.append(sum(each() is not None for each in references))
+    return remaining
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_engine_that_is_dropped_leaves_nothing_in_memory(world_size: int) -> None:
+    assert run_ranks(_dropped, world_size) == [[0, 0, 0, 0]] * world_size
