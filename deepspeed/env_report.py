@@ -23,11 +23,23 @@ from rich.table import Table
 
 import deepspeed
 from deepspeed.accelerator import get_accelerator
+from deepspeed.launcher.arguments import DLTS_HOSTFILE
+from deepspeed.launcher.differences import difference_lines
+from deepspeed.launcher.hostfile import fetch_hostfile
+from deepspeed.launcher.survey import survey
 from deepspeed.ops.native import ABI_VERSION, absence, build_record, library
 from deepspeed.ops.op_builder import ALL_OPS
 from deepspeed.version import git_branch, git_hash, version
 
 __all__ = ["Fact", "OpState", "Report", "as_json", "cli_main", "gather", "main", "report_lines"]
+
+_QUESTIONS = """
+import json, os
+from deepspeed.env_report import as_json, gather
+from deepspeed.launcher.differences import told_variables
+print(json.dumps({**json.loads(as_json(gather())), "variable": told_variables(os.environ)}))
+"""
+"""What each host is asked with --all-hosts."""
 
 _ENOUGH_SHM_NBYTES = 512 * 2**20
 
@@ -206,13 +218,35 @@ def main(hide_operator_status: bool = False, hide_errors_and_warnings: bool = Fa
         sys.stdout.write("\n".join(report_lines(report, with_ops=with_ops, with_warnings=with_warnings)) + "\n")
 
 
+def report_all_hosts(hostfile: str, ssh_port: int | None = None) -> int:
+    """Ask every host of `hostfile` for its report, print what differs between them, and return the exit status.
+
+    Args:
+        hostfile: its path.
+        ssh_port: of the hosts' sshd.
+
+    Returns:
+        1 when a host did not answer or something differs, else 0.
+    """
+    pool = fetch_hostfile(hostfile)
+    answers = survey(list(pool) if pool is not None else ["localhost"], _QUESTIONS, ssh_port=ssh_port)
+    lines = difference_lines(answers)
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 1 if any(line.startswith("- ") for line in lines) else 0
+
+
 def cli_main(args: Sequence[str] | None = None) -> None:
     """Read the command line `args` (None: that of this process) and print the report."""
     parser = argparse.ArgumentParser(prog="ds_report", description="Show what DeepSpeed can do on this machine.")
     parser.add_argument("--hide_operator_status", action="store_true", help="leave out the table of operators")
     parser.add_argument("--hide_errors_and_warnings", action="store_true", help="leave out warnings")
     parser.add_argument("--json", action="store_true", help="print one JSON object with everything in it")
+    parser.add_argument("--all-hosts", action="store_true", help="ask every host of the hostfile; show what differs")
+    parser.add_argument("-H", "--hostfile", default=DLTS_HOSTFILE, help=f"hosts for --all-hosts ({DLTS_HOSTFILE})")
+    parser.add_argument("--ssh_port", type=int, help="port of the hosts' sshd")
     given = parser.parse_args(args)
+    if given.all_hosts:
+        sys.exit(report_all_hosts(given.hostfile, given.ssh_port))
     main(given.hide_operator_status, given.hide_errors_and_warnings, given.json)
 
 

@@ -7,6 +7,7 @@
 ```
 
 `deepspeed verify ...` starts two such jobs and compares them (`verify`); a script of that very name is run as `./verify`.
+`deepspeed --check ...` starts nothing: it asks every host whether the job would start (`check`).
 
 A job that needs other hosts goes to `far_hosts` with its selection.
 """
@@ -78,6 +79,8 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         if words and words[0] == "verify":  # it loads torch, which starting a job does not
             status = importlib.import_module("deepspeed.launcher.verify").verify(words[1:], run)
+        elif words and words[0] == "--check":
+            status = importlib.import_module("deepspeed.launcher.check").main(words[1:], _hosts)
         else:
             status = run(parse_args(words))
     except DeepSpeedError as error:
@@ -115,6 +118,12 @@ def run(args: argparse.Namespace) -> int:
     if save_pid:
         remove_stale(save_pid)
     return status
+
+
+def _hosts(args: argparse.Namespace) -> list[str]:
+    """The hosts that the job of `args` would use, in order."""
+    pool = fetch_hostfile(args.hostfile, is_required=args.hostfile != DLTS_HOSTFILE)
+    return list(select_resources(args, pool, os.environ))
 
 
 def select_resources(args: argparse.Namespace, pool: Mapping[str, int] | None, environ: Mapping[str, str]) -> Selection:
