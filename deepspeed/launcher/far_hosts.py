@@ -10,6 +10,7 @@ Does not live here: which hosts and slots (`runner`), the command lines (`backen
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import secrets
 import shlex
@@ -33,6 +34,7 @@ from deepspeed.launcher.guard import Requests
 from deepspeed.launcher.hostfile import Slot, encode_world_info
 from deepspeed.launcher.link.front import FrontEnd
 from deepspeed.launcher.pidfile import pid_file
+from deepspeed.launcher.ports import hold_port
 from deepspeed.launcher.probe import Probe, addresses_of, choose_address, choose_port, is_this_machine, probe
 from deepspeed.launcher.processes import adopting_orphans, start_process
 from deepspeed.launcher.seat import TOKEN_NAME
@@ -71,8 +73,13 @@ class InstalledPrograms:
         return done.stdout + done.stderr
 
 
-def find_meeting(args: argparse.Namespace, selection: Selection) -> Meeting:
+def find_meeting(args: argparse.Namespace, selection: Selection, leases: contextlib.ExitStack | None = None) -> Meeting:
     """Choose address and port, by asking the first host where that is possible.
+
+    Args:
+        args: what `parse_runner_args` returned.
+        selection: the hosts and slots, in the order of ranks.
+        leases: keeps a port that was chosen from other jobs which this machine starts meanwhile.
 
     Raises:
         LaunchError: ssh does not get there, or the port is in use there.
@@ -84,7 +91,14 @@ def find_meeting(args: argparse.Namespace, selection: Selection) -> Meeting:
     else:
         found = probe(host, args.hostfile, by_ssh=by_ssh, ssh_port=args.ssh_port)
     address = args.master_addr or choose_address(found.addresses, addresses_of(host), host)
-    return Meeting(address, choose_port(args.master_port, found.used_ports, host))
+
+    def take(port: int) -> bool:
+        lease = hold_port(port) if leases is not None else None
+        if leases is not None and lease is not None:
+            leases.enter_context(lease)
+        return leases is None or lease is not None
+
+    return Meeting(address, choose_port(args.master_port, found.used_ports, host, take))
 
 
 def make_job(
@@ -143,21 +157,22 @@ def run(args: argparse.Namespace, selection: Selection, environ: Mapping[str, st
     """
     back_end = BACK_ENDS[args.launcher]
     program = back_end.find(InstalledPrograms())
-    meeting = find_meeting(args, selection)
-    logger.info(
-        "world size %d on %s, meeting at %s:%d, started by %s",
-        sum(map(len, selection.values())),
-        ", ".join(selection),
-        meeting.address,
-        meeting.port,
-        back_end.name,
-    )
-    token, world_info = secrets.token_hex(16), encode_world_info(selection)
-    environ = {**environ, TOKEN_NAME: token}
-    words = launch_words(args, world_info, *meeting, front_end=True)
-    front_end = FrontEnd(*meeting, world_info, token, has_session_per_host=back_end.name == "pdsh")
-    with tempfile.TemporaryDirectory(prefix="deepspeed-job-") as scratch, pid_file(os.getpid() if args.save_pid else 0):
-        command = back_end.command(make_job(args, selection, words, environ, from_files, Path(scratch)), program)
+    with contextlib.ExitStack() as closing:
+        meeting = find_meeting(args, selection, closing)
+        logger.info(
+            "world size %d on %s, meeting at %s:%d, started by %s",
+            sum(map(len, selection.values())),
+            ", ".join(selection),
+            *meeting,
+            back_end.name,
+        )
+        token, world_info = secrets.token_hex(16), encode_world_info(selection)
+        environ = {**environ, TOKEN_NAME: token}
+        words = launch_words(args, world_info, *meeting, front_end=True)
+        front_end = FrontEnd(*meeting, world_info, token, has_session_per_host=back_end.name == "pdsh")
+        scratch = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="deepspeed-job-")))
+        closing.enter_context(pid_file(os.getpid() if args.save_pid else 0))
+        command = back_end.command(make_job(args, selection, words, environ, from_files, scratch), program)
         return _run_command(command, environ, front_end)
 
 

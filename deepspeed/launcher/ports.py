@@ -19,7 +19,7 @@ from types import TracebackType
 from deepspeed.common.logging import get_logger
 from deepspeed.errors import LaunchError
 
-__all__ = ["DEFAULT_PORT", "PortLease", "is_bindable", "lease_port"]
+__all__ = ["DEFAULT_PORT", "PortLease", "hold_port", "is_bindable", "lease_port"]
 
 logger = get_logger("deepspeed.launcher.ports")
 
@@ -75,15 +75,24 @@ def lease_port(wanted: int | None) -> PortLease:
 
 def _try(port: int) -> PortLease | None:
     """The lease of `port`, or None when it is in use."""
+    lease = hold_port(port)
+    if lease is not None and not is_bindable(port):
+        lease.__exit__(None, None, None)
+        return None
+    return lease
+
+
+def hold_port(port: int) -> PortLease | None:
+    """The lease of `port` against jobs that this machine starts, here or elsewhere; None when one of them has it.
+
+    Whether the port is free is another question, for the machine where the ranks meet.
+    """
     if sys.platform != "linux":  # no abstract names elsewhere: two starts within a second may collide there
-        return PortLease(port, None) if is_bindable(port) else None
+        return PortLease(port, None)
     lock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         lock.bind(f"\0deepspeed-master-port-{port}")
     except OSError:
-        lock.close()
-        return None
-    if not is_bindable(port):
         lock.close()
         return None
     return PortLease(port, lock)

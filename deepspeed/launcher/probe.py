@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import subprocess
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from deepspeed.common.logging import get_logger
@@ -60,13 +60,16 @@ def choose_address(told: Sequence[str], resolved: Collection[str], host: str) ->
     return next((address for address in told if address in resolved), told[0] if told else host)
 
 
-def choose_port(wanted: int | None, used: Collection[int], host: str) -> int:
+def choose_port(
+    wanted: int | None, used: Collection[int], host: str, take: Callable[[int], bool] = lambda _port: True
+) -> int:
     """The port where ranks meet.
 
     Args:
         wanted: what the user fixed; None means `DEFAULT_PORT` or, when that is in use, the next free one.
         used: ports in use on the host of rank 0.
         host: that host, for the error.
+        take: called with a port that is free there; the next one is tried when it says False.
 
     Raises:
         LaunchError: the fixed port is in use or out of range, or so many are in use.
@@ -80,7 +83,7 @@ def choose_port(wanted: int | None, used: Collection[int], host: str) -> int:
             )
         return wanted
     for port in range(DEFAULT_PORT, DEFAULT_PORT + _CANDIDATES):
-        if port not in used:
+        if port not in used and take(port):
             if port != DEFAULT_PORT:
                 logger.info("port %d is in use on %s: this job meets at port %d", DEFAULT_PORT, host, port)
             return port

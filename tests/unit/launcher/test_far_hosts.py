@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from pathlib import Path
 
@@ -35,6 +36,16 @@ def test_address_and_port_are_those_of_the_first_host(probed: list[tuple[str, bo
     assert probed == [("worker-0.invalid", True)]
     given = parse_runner_args(["--master_addr", "me", "--master_port", "7", "t.py"])
     assert find_meeting(given, PAIR) == ("me", 7)
+
+
+def test_jobs_that_one_machine_starts_at_once_meet_at_different_ports(probed: list[tuple[str, bool]]) -> None:
+    args = parse_runner_args(["t.py"])
+    with contextlib.ExitStack() as of_first, contextlib.ExitStack() as of_second:
+        first, second = (find_meeting(args, PAIR, leases).port for leases in (of_first, of_second))
+        assert first > 29500
+        assert second > first
+    with contextlib.ExitStack() as leases:
+        assert find_meeting(args, PAIR, leases).port == first
 
 
 def test_the_probe_is_left_out_when_asked_and_with_slurm(probed: list[tuple[str, bool]]) -> None:
