@@ -123,7 +123,9 @@ class HostShards:
         """See `GradientStore`. Waits for what moves."""
         self._settle()
         inner = self._inner.shards()  # zeroes what nothing has filled
-        return inner if self._memory_S is None else [self._memory_S]
+        if self._memory_S is None:
+            return inner
+        return [self._memory_S[extent.start : extent.stop] for extent in self._flat.extents]  # cut alike: one order of sums
 
     def buffers(self) -> list[Tensor]:
         """See `GradientStore`."""
