@@ -5,10 +5,11 @@
 | cpu | ours, the original | 0.75 of the original |
 | nvme | ours (overlapped), with small buffers, on the CPU tier; the original | 1.3 of our CPU tier, 0.60 of the original |
 
-Masters and moments are 354 MB. With default keys ours keeps at most half of them in memory; `ours, small buffers` has a
-`sub_group_size` of 2**20, so that buffers hold 4 x 4 MiB. The original keeps all of a sub-group in its buffers, with default
-keys everything, and runs without `pipeline_read` and `pipeline_write`: with them it stops (AssertionError). Losses are
-compared as in `train_step`. Files are on the disk of `--work`: its speed is a part of every figure of the tier nvme.
+Masters and moments are 354 MB. With default keys ours keeps at most three quarters of them in memory, and a step reads and
+writes the other 88 MB; `ours, small buffers` has a `sub_group_size` of 2**20, so that buffers hold 4 x 4 MiB. The original
+keeps all of a sub-group in its buffers, with default keys everything, and runs without `pipeline_read` and `pipeline_write`:
+with them it stops (AssertionError). Losses are compared as in `train_step`. Files are on the disk of `--work`: its speed is
+a part of every figure of the tier nvme.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class OffloadOptimizerConfig(ConfigModel):
     buffer_count: NonNegativeWhole = 4
     """With `nvme`, buffers of `sub_group_size` elements that may be in memory: at least one per tensor that the optimizer
     keeps, masters among them (Adam: 3). Sub-groups are made small enough for reading, stepping and writing to share them; at
-    most half of the state is kept in memory."""
+    most three quarters of the state are kept in memory."""
 
     pin_memory: bool = False
     """Use page-locked host memory: faster copies, memory the system cannot take back."""

@@ -44,8 +44,8 @@ def plan_sub_groups(
 ) -> SubGroups:
     """Choose the size of sub-groups and the number of them in memory.
 
-    At most half of all sub-groups is kept in memory, unless so few are not enough to overlap: a host that has room for all
-    of them does not need a disk.
+    At most three quarters of all sub-groups are kept in memory (docs/adr/0011 says why so many), unless so few are not
+    enough to overlap: a host that has room for all of them does not need a disk.
 
     Args:
         shard_numel: elements of this rank's shards, > 0.
@@ -64,7 +64,7 @@ def plan_sub_groups(
     suits_overlap = min(max(-(-shard_numel // _PARTS), _LEAST_NUMEL), _MOST_NUMEL)
     numel = whole_grains(min(granted_numel // (tensors * at_once), sub_group_size, suits_overlap))
     groups = -(-shard_numel // numel)
-    buffers = max(at_once, min(granted_numel // (tensors * numel), groups // 2))
+    buffers = max(at_once, min(granted_numel // (tensors * numel), groups * 3 // 4))
     return SubGroups(numel, min(buffers, groups))
 
 

@@ -4,7 +4,8 @@
     read                         ---> whatever is under way first, then the bytes
 
 The walk itself moves whole runs through the same file (`run_buffers`). The two must not meet: `before_access` is called
-before each look here, so that what the walk has written is in the file, and `after_write` when its buffers are out of date.
+with the bytes of each look here, so that what the walk has left of them is in the file, and `after_write` when its buffers
+are out of date there.
 
 Called by `zero.masters` and `zero.disk_residence`. Does not live here: the folder (`swap_folder`).
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,7 +32,7 @@ _LARGEST_GAP_NBYTES = 63  # padding up to a border of 64 bytes; read, because a 
 
 
 class TierFile:
-    """A file of `nbytes` zeros, reserved on the disk.
+    """A file of `nbytes` zeros, reserved on the disk. Any thread may read and write: a snapshot is taken beside the caller.
 
     Args:
         io: moves bytes.
@@ -47,12 +49,13 @@ class TierFile:
 
     def __init__(self, io: IoEngine, path: Path, nbytes: int) -> None:
         self.nbytes = nbytes
-        self.before_access: Callable[[], None] = lambda: None
-        self.after_write: Callable[[], None] = lambda: None
+        self.before_access: Callable[[int, int], None] = lambda start, stop: None
+        self.after_write: Callable[[int, int], None] = lambda start, stop: None
         self._io = io
         self.file = io.open(path, aligned(max(nbytes, 1)), create=True)
         self._window: Tensor | None = None  # memory of the bytes [_begin, _end) that wait to be written
         self._begin = self._end = 0
+        self._lock = threading.RLock()
 
     def read(self, start: int, into: Tensor) -> None:
         """Fill `into` with the bytes from `start` on. Blocks.
@@ -60,8 +63,9 @@ class TierFile:
         Raises:
             FileIoError: it could not be read; the text names file and place.
         """
-        self.before_access()
-        self.flush()
+        with self._lock:
+            self.before_access(start, start + into.nbytes)
+            self.flush()
         self._io.read(self.file, start, into).wait()
 
     def write(self, start: int, of: Tensor) -> None:
@@ -70,14 +74,16 @@ class TierFile:
         Raises:
             FileIoError: it, or what was written before it, could not be written.
         """
-        self.before_access()
         data = bytes_of(of)
-        while data.numel():
-            room = self._room_at(start)
-            part, data = data[:room], data[room:]
-            self._memory(start, part.numel()).copy_(part)
-            self._end = start = start + part.numel()
-        self.after_write()
+        touched = max(0, start - _LARGEST_GAP_NBYTES), start + data.numel()  # a gap before it is read, and written again
+        with self._lock:
+            self.before_access(*touched)
+            while data.numel():
+                room = self._room_at(start)
+                part, data = data[:room], data[room:]
+                self._memory(start, part.numel()).copy_(part)
+                self._end = start = start + part.numel()
+            self.after_write(*touched)
 
     def flush(self) -> None:
         """Bring into the file what waits to be written; the memory for it is given back.
@@ -85,8 +91,9 @@ class TierFile:
         Raises:
             FileIoError: it could not be written.
         """
-        self._write_window()
-        self._window = None
+        with self._lock:
+            self._write_window()
+            self._window = None
 
     def restore(self) -> None:
         """Give the file its length again where somebody has cut it: all of it is about to be written anew.

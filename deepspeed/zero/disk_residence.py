@@ -20,9 +20,10 @@ Does not live here: the walk (`zero.master`, the caller), how much is in memory 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from deepspeed.offload.run_buffers import Move, RunBuffers
 from deepspeed.offload.sub_groups import PAGE_NBYTES, SubGroups, aligned
 from deepspeed.offload.swap_folder import SwapFolder
 from deepspeed.offload.tier_file import TierFile, bytes_of, read_new
-from deepspeed.ops.aio.engine import IoEngine
+from deepspeed.ops.aio.engine import IoEngine, IoFile
 from deepspeed.topology.mesh import AxisGroup
 from deepspeed.zero.delivery import Delivery
 from deepspeed.zero.flat import FlatGroup
@@ -172,6 +173,7 @@ class DiskResidence:
         self._delivery = Delivery(batches, is_pinned=self._settings.is_pinned)
         self._buffers = RunBuffers(
             self._io,
+            len(self._runs),
             self._settings.sub_groups.buffers,
             max(run.nbytes for run in self._runs),
             reads=lambda number: self._runs[number].moves(self._states, with_states=self._runs[number].has_states),
@@ -185,8 +187,8 @@ class DiskResidence:
         flats: dict[int, FlatGroup] = {id(s.flat): s.flat for batch in batches for s in batch.slices}
         self._files = [self._states, *(f.masters.file for f in flats.values() if isinstance(f.masters, FileMasters))]
         for file in self._files:
-            file.before_access = self._buffers.settle
-            file.after_write = self._buffers.forget
+            file.before_access = partial(self._settle, file.file)
+            file.after_write = partial(self._forget, file.file)
 
     # -- the walk -----------------------------------------------------------------------------------------------------
 
@@ -197,7 +199,7 @@ class DiskResidence:
             file.flush()
         self._walks += 1
         self._is_torn = True  # [Note: torn]
-        for number, memory in self._buffers.walk(len(self._runs)):
+        for number, memory in self._buffers.walk():
             run = self._runs[number]
             for s, place in zip(run.batch.slices, run.places, strict=True):
                 self._bring(s, place, memory)
@@ -295,6 +297,21 @@ class DiskResidence:
             stack.callback(self._io.close)
             for file in self._files:
                 stack.callback(file.close)
+
+    def _settle(self, file: IoFile, start: int, stop: int) -> None:
+        self._buffers.settle(self._lying_in(file, start, stop))
+
+    def _forget(self, file: IoFile, start: int, stop: int) -> None:
+        self._buffers.forget(self._lying_in(file, start, stop))
+
+    def _lying_in(self, file: IoFile, start: int, stop: int) -> Callable[[int], bool]:
+        """Which runs have some of these bytes of a file."""
+
+        def lies_there(number: int) -> bool:
+            moves = self._runs[number].moves(self._states, with_states=True)
+            return any(move.overlaps(file, start, stop) for move in moves)
+
+        return lies_there
 
     def _state_at(self, s: Slice, key: str) -> tuple[int, torch.dtype]:
         run, number = self._run_of[id(s.param)]

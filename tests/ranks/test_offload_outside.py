@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.engine.engine import DeepSpeedEngine
-from deepspeed.errors import ArgumentError, ConfigError, FileIoError, UsageError
+from deepspeed.errors import ArgumentError, CheckpointError, ConfigError, FileIoError, UsageError
 from deepspeed.offload.tier_file import TierFile
 from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.ops.aio.engine import IoRequest
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.utils import (
     safe_get_full_fp32_param,
@@ -340,6 +342,41 @@ def test_a_disk_that_fails_during_a_load_is_an_error_on_all_ranks(tmp_path: Path
     texts = run_ranks(_fails_in_a_load, 2, str(tmp_path))
     assert texts[0] == texts[1]
     assert texts[0].startswith("rank 1 cannot write ")
+
+
+def _fails_when_a_save_reads(rank: int, world_size: int, folder: str, stage: int) -> str:
+    undisturbed = _engine(None, stage)
+    train(undisturbed, _batches(world_size, 0, 4), rank)
+    engine = _engine(_nvme(folder), stage)
+    for (micro_batch,) in _batches(world_size, 0, 2):  # nobody looks: what was stepped last is in memory alone
+        engine.backward(engine(*micro_batch[rank]))
+        engine.step()
+    wait = IoRequest.wait
+
+    def fail(request: IoRequest) -> None:
+        wait(request)
+        if request.is_write and "deepspeed-tier" in str(request.file.path):
+            raise FileIoError(errno.EIO, f"cannot write {request.file.path}: this disk is made to fail.")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(IoRequest, "wait", fail)
+        with pytest.raises(CheckpointError) as failure:
+            engine.save_checkpoint(folder + "/saved")
+    train(engine, _batches(world_size, 2, 2), rank)
+    engine.save_checkpoint(folder + "/saved")
+    assert _same(_whole(engine), _whole(undisturbed))  # nothing was lost
+    resumed = _engine(_nvme(folder), stage, seed=1)
+    resumed.load_checkpoint(folder + "/saved")
+    assert _same(_whole(resumed), _whole(undisturbed))
+    return str(failure.value)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_late_write_that_fails_is_an_error_of_the_save_on_all_ranks(stage: int, tmp_path: Path) -> None:
+    texts = run_ranks(_fails_when_a_save_reads, 2, str(tmp_path), stage)
+    assert len(set(texts)) == 1
+    assert re.match(r"rank 1: could not write .*: cannot write .*deepspeed-tier-.*this disk is made to fail", texts[0])
 
 
 def _destroyed_after_a_fault(rank: int, world_size: int, folder: str) -> None:
