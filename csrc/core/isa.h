@@ -35,8 +35,8 @@ struct DequantRun {
 struct Kernels {
   // nbytes from one place to another, by stores that go around the cache where there are such.
   void (*copy)(char* to, const char* from, size_t nbytes);
-  // One range of one tensor of a host step.
-  void (*step)(Rule rule, const StepNumbers& numbers, const StepRange& range);
+  // One range of one tensor of a host step; `next`, or null, is the one that is likely to follow.
+  void (*step)(Rule rule, const StepNumbers& numbers, const StepRange& range, const StepRange* next);
   // Sum of squares of at most kSpan elements.
   double (*squares)(const char* values, Dtype dtype, int64_t numel);
 

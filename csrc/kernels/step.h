@@ -18,16 +18,33 @@ namespace {
 constexpr size_t kBlock = kGroup;
 constexpr size_t kChunk = 64;    // elements: loops of a known length, unrolled
 constexpr size_t kAhead = 512;   // elements: a processor's own look-ahead stops at each page, and is late after it
+constexpr size_t kLineNumel = 64 / sizeof(float);
 
 #define DS_INLINE [[gnu::always_inline]] static inline
 
-// `kRun` over all elements, chunk by chunk.
+// What is updated after some elements: `numel` others, in arrays of the same order.
+struct Following {
+  const float* at[5];
+  size_t numel;
+};
+
+template <typename... Value>
+DS_INLINE void prefetch(size_t begin, const Value*... arrays) {
+  for (size_t line = begin; line < begin + kChunk; line += kLineNumel) (__builtin_prefetch(arrays + line), ...);
+}
+
+// `kRun` over all elements, chunk by chunk. `then` null: the arrays go on.
 template <auto kRun, typename... Value>
-void in_chunks(const StepNumbers& given, size_t numel, Value*... arrays) {
+void in_chunks(const StepNumbers& given, size_t numel, const Following* then, Value*... arrays) {
   const StepNumbers n = given;
   size_t at = 0;
   for (; at + kChunk <= numel; at += kChunk) {
-    for (size_t line = kAhead; line < kAhead + kChunk; line += 16) (__builtin_prefetch(arrays + at + line), ...);
+    const size_t ahead = at + kAhead;
+    if (then == nullptr || ahead < numel) {
+      prefetch(ahead, arrays...);
+    } else if (ahead - numel < then->numel) {
+      for (size_t array = 0; array < sizeof...(arrays); ++array) prefetch(ahead - numel, then->at[array]);
+    }
     kRun(n, (arrays + at)..., kChunk);
   }
   if (at < numel) kRun(n, (arrays + at)..., numel - at);
@@ -67,7 +84,8 @@ DS_INLINE void lion(const StepNumbers& n, float* __restrict p, const float* __re
   for (size_t i = 0; i < numel; ++i) {
     const float grad = g[i] * factor;
     const float mixed = m[i] * beta1 + grad * rest1;
-    const float sign = mixed > 0.0f ? rate : mixed < 0.0f ? -rate : 0.0f;
+    const float towards = __builtin_copysignf(rate, mixed);
+    const float sign = mixed < 0.0f || mixed > 0.0f ? towards : 0.0f;
     p[i] = p[i] * keep - sign;
     m[i] = m[i] * beta2 + grad * rest2;
   }
@@ -119,32 +137,37 @@ DS_INLINE void lamb_apply(const StepNumbers& n, float* __restrict p, const float
   for (size_t i = 0; i < numel; ++i) p[i] = p[i] - u[i] * n.rate;
 }
 
-void update_block(Rule rule, const StepNumbers& n, float* p, const float* g, float* const s[2], float* u, size_t numel) {
+void update_block(Rule rule, const StepNumbers& n, float* p, const float* g, float* const s[2], float* u, size_t numel,
+                  const Following* then) {
   const bool adds = n.l2 != 0.0f;
   float *const m = s[0], *const v = s[1];
   switch (rule) {
     case Rule::adam:
-      return adds ? in_chunks<adam<true>>(n, numel, p, g, m, v) : in_chunks<adam<false>>(n, numel, p, g, m, v);
+      return adds ? in_chunks<adam<true>>(n, numel, then, p, g, m, v) : in_chunks<adam<false>>(n, numel, then, p, g, m, v);
     case Rule::adagrad:
-      return adds ? in_chunks<adagrad<true>>(n, numel, p, g, m) : in_chunks<adagrad<false>>(n, numel, p, g, m);
+      return adds ? in_chunks<adagrad<true>>(n, numel, then, p, g, m) : in_chunks<adagrad<false>>(n, numel, then, p, g, m);
     case Rule::lion:
-      return in_chunks<lion>(n, numel, p, g, m);
+      return in_chunks<lion>(n, numel, then, p, g, m);
     case Rule::sgd:
-      if (n.flag) return adds ? in_chunks<sgd<true, true>>(n, numel, p, g, m) : in_chunks<sgd<false, true>>(n, numel, p, g, m);
-      return adds ? in_chunks<sgd<true, false>>(n, numel, p, g, m) : in_chunks<sgd<false, false>>(n, numel, p, g, m);
+      if (n.flag) {
+        return adds ? in_chunks<sgd<true, true>>(n, numel, then, p, g, m) : in_chunks<sgd<false, true>>(n, numel, then, p, g, m);
+      }
+      return adds ? in_chunks<sgd<true, false>>(n, numel, then, p, g, m) : in_chunks<sgd<false, false>>(n, numel, then, p, g, m);
     case Rule::lamb_update:
       if (n.flag) {
-        return adds ? in_chunks<lamb_update<true, true>>(n, numel, p, g, m, v, u)
-                    : in_chunks<lamb_update<false, true>>(n, numel, p, g, m, v, u);
+        return adds ? in_chunks<lamb_update<true, true>>(n, numel, then, p, g, m, v, u)
+                    : in_chunks<lamb_update<false, true>>(n, numel, then, p, g, m, v, u);
       }
-      return adds ? in_chunks<lamb_update<true, false>>(n, numel, p, g, m, v, u)
-                  : in_chunks<lamb_update<false, false>>(n, numel, p, g, m, v, u);
+      return adds ? in_chunks<lamb_update<true, false>>(n, numel, then, p, g, m, v, u)
+                  : in_chunks<lamb_update<false, false>>(n, numel, then, p, g, m, v, u);
     case Rule::lamb_apply:
-      if (u != nullptr) return in_chunks<lamb_apply>(n, numel, p, u);
+      if (u != nullptr) return in_chunks<lamb_apply>(n, numel, then, p, u);
       if (n.flag) {
-        return adds ? in_chunks<lamb_again<true, true>>(n, numel, p, m, v) : in_chunks<lamb_again<false, true>>(n, numel, p, m, v);
+        return adds ? in_chunks<lamb_again<true, true>>(n, numel, then, p, m, v)
+                    : in_chunks<lamb_again<false, true>>(n, numel, then, p, m, v);
       }
-      return adds ? in_chunks<lamb_again<true, false>>(n, numel, p, m, v) : in_chunks<lamb_again<false, false>>(n, numel, p, m, v);
+      return adds ? in_chunks<lamb_again<true, false>>(n, numel, then, p, m, v)
+                  : in_chunks<lamb_again<false, false>>(n, numel, then, p, m, v);
   }
 }
 
@@ -183,7 +206,7 @@ void step_block(Rule rule, const StepNumbers& n, const StepRange& range, size_t 
   char* grad_at = range.grad + at * nbytes_of(range.grad_dtype);
   const float* g = applies ? nullptr : as_floats(grad_at, range.grad_dtype, rooms.grad, numel);
   float* u = range.update != nullptr ? range.update + at : applies ? nullptr : rooms.update;
-  update_block(rule, n, p, g, s, u, numel);
+  update_block(rule, n, p, g, s, u, numel, nullptr);
   if (range.clears_grad) std::memset(grad_at, 0, numel * nbytes_of(range.grad_dtype));
   if (!applies) {
     for (int i = 0; i < states; ++i) {
@@ -209,15 +232,23 @@ inline size_t head_of(const StepRange& range) {
   return beyond == 0 || beyond % width != 0 ? 0 : (64 - beyond) / width;
 }
 
-void step(Rule rule, const StepNumbers& n, const StepRange& range) {
+inline float* floats_at(char* place) { return reinterpret_cast<float*>(place); }
+
+inline Following following(const StepRange* next) {
+  if (next == nullptr) return {{}, 0};
+  return {{floats_at(next->param), floats_at(next->grad), floats_at(next->state[0]), floats_at(next->state[1])},
+          static_cast<size_t>(next->numel)};
+}
+
+void step(Rule rule, const StepNumbers& n, const StepRange& range, const StepRange* next) {
   const size_t numel = static_cast<size_t>(range.numel);
   const bool is_plain = range.param_dtype == Dtype::fp32 && range.grad_dtype == Dtype::fp32 && range.values == nullptr &&
                         !range.clears_grad && range.state_dtype[0] == Dtype::fp32 &&
                         (states_of(rule) < 2 || range.state_dtype[1] == Dtype::fp32);
   if (is_plain && rule < Rule::lamb_update) {
-    float* const s[2] = {reinterpret_cast<float*>(range.state[0]), reinterpret_cast<float*>(range.state[1])};
-    return update_block(rule, n, reinterpret_cast<float*>(range.param), reinterpret_cast<const float*>(range.grad), s, nullptr,
-                        numel);
+    float* const s[2] = {floats_at(range.state[0]), floats_at(range.state[1])};
+    const Following then = following(next);
+    return update_block(rule, n, floats_at(range.param), floats_at(range.grad), s, nullptr, numel, &then);
   }
   Rooms rooms;
   const bool sums = rule == Rule::lamb_update;

@@ -156,7 +156,8 @@ void update(Rule rule, const ds_update_tensors& t, const double* numbers, int32_
   const ds::Kernels& kernels = ds::kernels();
   ds::parallel(static_cast<int64_t>(work.begins.size()) - 1, threads, [&](int64_t task) {
     for (size_t i = work.begins[static_cast<size_t>(task)]; i < work.begins[static_cast<size_t>(task) + 1]; ++i) {
-      kernels.step(rule, all[static_cast<size_t>(ranges[i].tensor)], ranges[i].at);
+      const StepRange* next = i + 1 < ranges.size() ? &ranges[i + 1].at : nullptr;
+      kernels.step(rule, all[static_cast<size_t>(ranges[i].tensor)], ranges[i].at, next);
     }
   });
   for (size_t i = 0; i < squares.size(); ++i) t.squares[2 * ranges[i / 2].tensor + static_cast<int64_t>(i % 2)] += squares[i];

@@ -10,6 +10,9 @@ parameter list: each step reads the groups afresh, and state is found by paramet
 Not here: the maths of one optimizer (its own folder), the loops in host memory (`ops.host_step`), and masters, clipping and
 loss scale (the engine's business).
 
+[Note: columns] What a step costs for each of thousands of small tensors is what Python does with it. So all of them are
+looked at column by column, with loops of C (`map` of a C function) and never with a name looked up for each.
+
 [Note: dynamo stays out] torch.optim.Optimizer wraps some methods in a decorator that imports torch._dynamo at first use:
 seconds of processor time for the first optimizer of a process, compiled or not. Its only effect is that torch.compile skips
 the method, so as long as nothing has loaded dynamo there is nothing to tell, and the method is called without the wrapper.
@@ -20,6 +23,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter, itemgetter
 from typing import Any, ClassVar, overload
 
 import torch
@@ -41,6 +45,8 @@ Copies = list[tuple[Tensor, Tensor]]
 """Tensors that are not contiguous, with the dense copies that are stepped instead."""
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
+_GRAD, _DTYPE, _LAYOUT, _IS_CPU = map(attrgetter, ("grad", "dtype", "layout", "is_cpu"))
+_STEP = itemgetter("step")
 
 
 class GroupOptimizer(Optimizer):
@@ -210,7 +216,7 @@ class GroupOptimizer(Optimizer):
         )
 
     def _columns(self, states: Sequence[State]) -> list[list[Tensor]]:
-        return [[state[key] for state in states] for key in self.state_keys]
+        return [list(map(itemgetter(key), states)) for key in self.state_keys]
 
     def _group_of(self) -> dict[int, int]:
         """id(parameter) -> number of its group; looked up anew when a group has another list, or one of another length."""
@@ -234,7 +240,7 @@ class GroupOptimizer(Optimizer):
     @staticmethod
     def _fits_host(params: Sequence[Tensor], dtypes: Iterable[torch.dtype]) -> bool:
         """Whether the kernels of `ops.host_step` take `params`, which with their states have `dtypes`."""
-        return KERNEL_DTYPES.issuperset(dtypes) and all(p.is_cpu for p in params)
+        return KERNEL_DTYPES.issuperset(dtypes) and all(map(_IS_CPU, params))
 
     def _runs_on_host(self, p: Tensor, state: State) -> bool:
         return self._fits_host([p], [p.dtype, *(state[key].dtype for key in self.state_keys)])
@@ -242,23 +248,24 @@ class GroupOptimizer(Optimizer):
     def _collect_host(self, group: Group, keys: list[Tensor], copies: Copies) -> tuple[Parts, bool]:
         """What of `group` the kernels take, and whether something is left for `_step_group`.
 
-        `keys` gets the parameters, `copies` what is to be copied back after the step.
+        `keys` gets the parameters, `copies` what is to be copied back after the step. [Note: columns]
         """
-        given = [(p, grad) for p in group["params"] if (grad := p.grad) is not None]
-        states: list[State] = [self.state[p] for p, _ in given]
+        params, grads = _with_grad(group["params"])
+        states: list[State] = list(map(self.state.__getitem__, params))
         if not all(states):
             states = [state for _, _, state in self._with_gradient(group)]
         columns = self._columns(states)
-        dtypes = {tensor.dtype for column in columns for tensor in column}.union([p.dtype for p, _ in given])
-        is_rest = not self._fits_host([p for p, _ in given], dtypes)
-        if is_rest or {grad.layout for _, grad in given} != {torch.strided}:
-            for p, grad in given:
+        dtypes = [set(map(_DTYPE, column)) for column in (params, *columns)]
+        is_rest = not self._fits_host(params, set().union(*dtypes))
+        if is_rest or set(map(_LAYOUT, grads)) != {torch.strided}:
+            for p, grad in zip(params, grads, strict=True):
                 self._check_placement(p, grad)
         if is_rest:
-            taken = [n for n, (p, _) in enumerate(given) if self._runs_on_host(p, states[n])]
-            given, states = [given[n] for n in taken], [states[n] for n in taken]
+            taken = [n for n, p in enumerate(params) if self._runs_on_host(p, states[n])]
+            params, grads = [params[n] for n in taken], [grads[n] for n in taken]
+            states = [states[n] for n in taken]
             columns = self._columns(states)
-        params, grads = [p for p, _ in given], [grad for _, grad in given]
+            dtypes = [set(map(_DTYPE, column)) for column in (params, *columns)]
         for key, column in zip(self.state_keys, columns, strict=True):
             if not all(map(Tensor.is_contiguous, column)):
                 for each in column:
@@ -268,9 +275,13 @@ class GroupOptimizer(Optimizer):
             dense = [p if p.is_contiguous() else p.detach().contiguous() for p in params]
             copies += [(p, copy) for p, copy in zip(params, dense, strict=True) if p is not copy]
             params = dense
-        if not (all(map(Tensor.is_contiguous, grads)) and KERNEL_DTYPES.issuperset([grad.dtype for grad in grads])):
+        of_grads = set(map(_DTYPE, grads))
+        if not (KERNEL_DTYPES.issuperset(of_grads) and all(map(Tensor.is_contiguous, grads))):
             grads = [_dense(grad, grad.dtype if grad.dtype in KERNEL_DTYPES else torch.float32) for grad in grads]
-        return Parts(params, grads, columns, [state["step"] for state in states]), is_rest
+            of_grads = set(map(_DTYPE, grads))
+        steps = list(map(_STEP, states))
+        common = [each.copy().pop() if len(each) == 1 else None for each in (dtypes[0], of_grads, *dtypes[1:])]
+        return Parts(params, grads, columns, steps, common_dtypes=common), is_rest
 
     # -- elsewhere ----------------------------------------------------------------------------------------------------
 
@@ -401,6 +412,15 @@ class Batch:
         """Copy updated dense copies into the tensors they were made of."""
         for tensor, work in self._copies:
             tensor.copy_(work)
+
+
+def _with_grad(params: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Those of `params` that have a gradient, and the gradients."""
+    grads = list(map(_GRAD, params))
+    if type(None) not in set(map(type, grads)):
+        return params, grads
+    kept = [n for n, grad in enumerate(grads) if grad is not None]
+    return [params[n] for n in kept], [grads[n] for n in kept]
 
 
 def _check_strides(key: str, state: Tensor) -> None:

@@ -35,7 +35,10 @@ class _Tensors(ctypes.Structure):
 
 
 class _Columns:
-    """The columns of several `Parts`, one after the other, each made where something needs it first."""
+    """The columns of several `Parts`, one after the other, each made where something needs it first.
+
+    A column has zeros for parts that have nothing for it, before and after those that have.
+    """
 
     def __init__(self, states: int) -> None:
         self._states = states
@@ -47,15 +50,17 @@ class _Columns:
         self._extend("numel", "q", map(Tensor.numel, parts.params))
         self._extend("row", "i", rows)
         self._extend("step", "q", map(Tensor.data_ptr, parts.steps))
-        self._tensors("param", parts.params)
-        self._tensors("grad", parts.grads)
-        for number, states in enumerate(parts.states[: self._states]):
-            self._tensors(f"state{number}", states)
+        states = [(f"state{number}", column) for number, column in enumerate(parts.states[: self._states])]
+        common = parts.common_dtypes or [None] * (2 + len(states))
+        for (name, tensors), dtype in zip([("param", parts.params), ("grad", parts.grads), *states], common, strict=False):
+            self._tensors(name, tensors, dtype)
         if parts.values is not None:
             self._optional("values", parts.values)
         if parts.clears is not None:
             self._bytes("clears", bytes(parts.clears))
         self._count += len(parts)
+        for column in self._columns.values():
+            _fill(column, self._count)
 
     def keep_updates(self, updates: Sequence[Tensor | None]) -> None:
         """LAMB's room for the updates of all parts."""
@@ -81,11 +86,10 @@ class _Columns:
                 "65,536 elements), and changed nothing. Free memory, or train a smaller part at a time (sub_group_size)."
             )
 
-    def _tensors(self, name: str, tensors: Sequence[Tensor]) -> None:
+    def _tensors(self, name: str, tensors: Sequence[Tensor], common_dtype: torch.dtype | None) -> None:
         self._extend(name, "q", map(Tensor.data_ptr, tensors))
-        dtypes = {tensor.dtype for tensor in tensors}
-        if len(dtypes) == 1:
-            self._bytes(f"{name}_dtype", bytes([DTYPE_CODES[dtypes.pop()]]) * len(tensors))
+        if common_dtype is not None:
+            self._bytes(f"{name}_dtype", bytes([DTYPE_CODES[common_dtype]]) * len(tensors))
         else:
             self._bytes(f"{name}_dtype", bytes([DTYPE_CODES[tensor.dtype] for tensor in tensors]))
 
@@ -94,16 +98,23 @@ class _Columns:
         self._bytes(f"{name}_dtype", bytes([0 if tensor is None else DTYPE_CODES[tensor.dtype] for tensor in tensors]))
 
     def _extend(self, name: str, kind: str, values: Iterable[int]) -> None:
-        column = self._columns.get(name)
-        if column is None:
-            column = self._columns[name] = array(kind, bytes(8 * self._count))  # the parts before have none
+        column = self._columns.setdefault(name, array(kind))
         assert isinstance(column, array)  # only `_bytes` makes the others
+        _fill(column, self._count)
         column.extend(values)
 
     def _bytes(self, name: str, values: bytes) -> None:
-        column = self._columns.setdefault(name, bytearray(self._count))
+        column = self._columns.setdefault(name, bytearray())
         assert isinstance(column, bytearray)  # only `_extend` makes the others
+        _fill(column, self._count)
         column += values
+
+
+def _fill(column: array[int] | bytearray, count: int) -> None:
+    """Zeros at the end of a column, up to `count`: parts that have nothing for it."""
+    missing = count - len(column)
+    if missing:
+        column.extend(bytes(missing))
 
 
 def step_native(native: NativeLibrary, work: Sequence[tuple[Rule, Parts, float]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -59,6 +60,9 @@ class Parts:
 
     clears: list[bool] | None = None
     """As `Update.clears_grad`; None: nobody's."""
+
+    common_dtypes: Sequence[torch.dtype | None] | None = None
+    """Of parameters, gradients and each state, as far as all of a column are known to have one: nobody need look again."""
 
     def __len__(self) -> int:
         return len(self.params)

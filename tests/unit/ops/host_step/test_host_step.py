@@ -126,6 +126,24 @@ def test_both_passes_of_lamb_give_the_bits_of_the_twin(name: str, use_isa: Calla
 
 
 @needs_native
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_parts_with_and_without_values_share_a_call(order: tuple[int, ...]) -> None:
+    rule = RULES["AdamW"]
+
+    def made() -> list[Parts]:
+        with_both, bare, with_values = (parts_of(rule, (FP32, BF16, FP32, BF16), seed=seed) for seed in range(3))
+        each = (with_both, replace(bare, values=None, clears=None), replace(with_values, clears=None))
+        return [each[number] for number in order]
+
+    native, twin = made(), made()
+    step([(rule, parts, 0.3) for parts in native])
+    for parts in twin:
+        step_twin(rule, parts, 0.3)
+    for ours, theirs in zip(native, twin, strict=True):
+        assert_same(ours, theirs)
+
+
+@needs_native
 @given(numels=st.lists(st.integers(0, 3_000), min_size=1, max_size=6), cut=st.integers(0, 3_000))
 def test_cutting_and_joining_tensors_changes_no_bit(numels: list[int], cut: int) -> None:
     rule = RULES["AdamW"]
