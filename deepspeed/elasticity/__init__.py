@@ -12,6 +12,7 @@ from deepspeed.common.lazy import attach
 
 if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal to _NAMES
     from deepspeed.elasticity.config import ElasticityConfig as ElasticityConfig
+    from deepspeed.elasticity.elastic_agent import DSElasticAgent as DSElasticAgent
     from deepspeed.elasticity.elasticity import compute_elastic_config as compute_elastic_config
     from deepspeed.elasticity.elasticity import elasticity_enabled as elasticity_enabled
     from deepspeed.elasticity.elasticity import ensure_immutable_elastic_config as ensure_immutable_elastic_config
@@ -20,6 +21,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal t
     from deepspeed.errors import ElasticityIncompatibleWorldSize as ElasticityIncompatibleWorldSize
 
 _NAMES = {
+    "DSElasticAgent": "deepspeed.elasticity.elastic_agent:DSElasticAgent",
     "ElasticityConfig": "deepspeed.elasticity.config:ElasticityConfig",
     "ElasticityConfigError": "deepspeed.errors:ElasticityConfigError",
     "ElasticityError": "deepspeed.errors:ElasticityError",
@@ -31,4 +33,4 @@ _NAMES = {
 
 __all__ = [*_NAMES]
 
-__getattr__, __dir__ = attach(__name__, submodules=("config", "elasticity"), names=_NAMES)
+__getattr__, __dir__ = attach(__name__, submodules=("config", "elastic_agent", "elasticity"), names=_NAMES)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from deepspeed.launcher.elastic_limits import elastic_words, range_after_flag
 from deepspeed.launcher.ports import DEFAULT_PORT
 
 __all__ = [
@@ -96,7 +97,16 @@ def _parse_runner(parser: argparse.ArgumentParser, words: Sequence[str] | None) 
     job.add_argument("--autotuning", choices=("tune", "run"), default="", help="not built yet in this version")
     parser.add_argument("user_script", help="the script; with --module a module, with --no_python a command")
     parser.add_argument("user_args", nargs=argparse.REMAINDER, help="arguments of the script")
-    return _parse(parser, words, "user_script", "user_args")
+    given = list(sys.argv[1:] if words is None else words)
+    args = _parse(parser, given, "user_script", "user_args")
+    script_at = len(given) - len(args.user_args) - 1
+    limits = range_after_flag(given, script_at)
+    if limits is None:
+        return args
+    del given[script_at]
+    args = _parse(parser, given, "user_script", "user_args")
+    args.min_elastic_nodes, args.max_elastic_nodes = limits
+    return args
 
 
 def parse_launch_args(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -117,6 +127,8 @@ def parse_launch_args(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--master_port", type=int, default=DEFAULT_PORT, help="port on which rank 0 listens")
     parser.add_argument("--world_info", default="None", help="base64 of JSON: slots of each host, in rank order")
     parser.add_argument("--save_pid", type=int, default=0, help="process id that names the file for ours; 0: no file")
+    parser.add_argument("--enable_elastic_training", action="store_true", help="start ranks anew when hosts come or go")
+    _add_elastic_limits(parser)
     _add_rank_flags(parser)
     parser.add_argument("training_script", help="the script; with --module a module, with --no_python a command")
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="arguments of the script")
@@ -171,9 +183,20 @@ def _add_host_flags(group: argparse._ActionsContainer) -> None:
     group.add_argument("--ssh_port", type=int, help="port of ssh and pdsh")
     group.add_argument("--venv_script", help="file that is sourced first on other hosts, with pdsh")
     group.add_argument("--comment", default="", help="comment of the job, with slurm")
-    group.add_argument("--elastic_training", action="store_true", help="go on with fewer or more hosts when they change")
+    group.add_argument(
+        "--elastic_training",
+        action="store_true",
+        help="go on with fewer or more hosts when they change; MIN:MAX behind it says how many",
+    )
+    _add_elastic_limits(group)
+
+
+def _add_elastic_limits(group: argparse._ActionsContainer) -> None:
     group.add_argument("--min_elastic_nodes", type=int, default=-1, help="fewest hosts of an elastic job; default: 1")
     group.add_argument("--max_elastic_nodes", type=int, default=-1, help="most hosts of an elastic job; default: all")
+    group.add_argument(
+        "--max_restarts", type=int, default=3, help="failures in a row that ranks of an elastic job may have; default: 3"
+    )
 
 
 def _add_rank_flags(group: argparse._ActionsContainer) -> None:
@@ -230,6 +253,7 @@ def launch_words(
     flags += [f"--enable_each_rank_log={args.enable_each_rank_log}"]
     flags += ["--bind_cores_to_rank"] if args.bind_cores_to_rank else []
     flags += [f"--bind_core_list={args.bind_core_list}"] if args.bind_core_list else []
+    flags += elastic_words(args)
     flags += ["--quiet"] if args.quiet else []
     flags += [f"--log_level={args.log_level}"]
     launcher = (sys.executable, "-u", *_safe_path(), "-m", "deepspeed.launcher.launch", f"--world_info={world_info}")

@@ -74,6 +74,10 @@ def run(args: argparse.Namespace) -> int:
     """
     set_log_level_from_string("error" if args.quiet else args.log_level)
     seat = read_seat(args, os.environ)
+    if args.enable_elastic_training:
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # torch reads it when it is loaded; what it warns of, we tell
+        elastic = importlib.import_module("deepspeed.launcher.elastic_host")  # it loads torch, which other jobs do not
+        return int(elastic.run(args, seat))
     commands = _commands(args, seat, os.environ)
     outputs = outputs_of(args.enable_each_rank_log, [command.place.rank for command in commands])
     with (

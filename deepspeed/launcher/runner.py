@@ -26,6 +26,7 @@ from deepspeed.common.logging import get_logger, set_log_level_from_string
 from deepspeed.errors import DeepSpeedError, LaunchError
 from deepspeed.launcher.arguments import DLTS_HOSTFILE, launch_words, parse_runner_args
 from deepspeed.launcher.devices import count_devices, hides_all, parse_visible_devices, visible_devices_name
+from deepspeed.launcher.elastic_limits import check_limits
 from deepspeed.launcher.environment import DEEPSPEED_ENVIRONMENT_NAME, EXPORT_ENVS, read_environment_files
 from deepspeed.launcher.guard import Requests, wait_guarded
 from deepspeed.launcher.hostfile import (
@@ -105,8 +106,10 @@ def run(args: argparse.Namespace) -> int:
     selection = select_resources(args, pool, environ)
     _refuse_unbuilt(args)
     _check_node_rank(args, list(selection))
+    check_limits(args, len(selection))
     if _needs_back_end(args, selection):  # it loads the link, which a job on one machine has no use for
-        return int(importlib.import_module("deepspeed.launcher.far_hosts").run(args, selection, environ, from_files))
+        module = "elastic_front" if args.elastic_training else "far_hosts"
+        return int(importlib.import_module(f"deepspeed.launcher.{module}").run(args, selection, environ, from_files))
     master_addr = args.master_addr or "127.0.0.1"
     with _meeting_port(args, len(selection)) as lease:
         world_size = sum(len(slots) for slots in selection.values())
@@ -175,11 +178,7 @@ def _refuse_unbuilt(args: argparse.Namespace) -> None:
     Raises:
         LaunchError: there is such a thing.
     """
-    is_elastic = args.elastic_training or (args.min_elastic_nodes, args.max_elastic_nodes) != (-1, -1)
-    for is_asked, flag, instead in (
-        (is_elastic, "elastic_training", "start with a fixed number of hosts"),
-        (args.autotuning, "autotuning", "set micro-batch and ZeRO stage by hand"),
-    ):
+    for is_asked, flag, instead in ((args.autotuning, "autotuning", "set micro-batch and ZeRO stage by hand"),):
         if is_asked:
             raise LaunchError(f"--{flag} is not built yet in this version: {instead}.")
 

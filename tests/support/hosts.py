@@ -351,6 +351,7 @@ class Host:
     def connect(self) -> None:
         """Lay the cable from the switch."""
         port = f"port{self.number}"
+        self._unplug()
         card = f"address 02:00:00:00:00:{self.number:02x}"  # the same after the next boot: neighbours remember it
         self._cluster.switch(
             [f"link add {port} type veth peer name eth0 {card} netns {self._init}", f"link set {port} master br0 up"]
@@ -377,6 +378,11 @@ class Host:
             wait_for(self._removes_limit, f"the memory limit of {self.name} is gone")
             self._limit = None
         self._outer = None
+
+    def _unplug(self) -> None:
+        """Remove the cable of the time before: the kernel keeps the network of a dead host while connections linger."""
+        with contextlib.suppress(AssertionError):  # there is none
+            self._cluster.switch([f"link del port{self.number}"])
 
     def _removes_limit(self) -> bool:
         assert self._limit is not None

@@ -100,8 +100,6 @@ def hostfile(tmp_path: object) -> str:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ("--elastic_training", "--elastic_training is not built yet"),
-        ("--max_elastic_nodes 2", "--elastic_training is not built yet"),
         ("--autotuning run", "--autotuning is not built yet"),
     ],
 )
