@@ -7,8 +7,9 @@
    10.77.0.11    10.77.0.12    10.77.0.13      its own /dev/shm and /run; /run/local is the node-local folder
 ```
 
-All other files are shared, as with a network file system. Nothing is named outside the namespaces, so nothing stays when the
-test run ends, not even after SIGKILL. Keys and the ssh configuration lie in a folder of the run; ~/.ssh is never used.
+All other files are shared, as with a network file system. Nothing is named outside the namespaces, so no process and no
+network stays when the test run ends, not even after SIGKILL, which leaves only the folder of the run. There lie the keys and
+the ssh configuration; ~/.ssh is never used.
 `tests.support.slurm` puts a Slurm on such hosts.
 
     with hosts(3, slots=2) as cluster:
