@@ -107,7 +107,7 @@ def plot(measurements: Sequence[Measurement], unit: str, path: Path) -> None:
     try:
         figures = importlib.import_module("matplotlib.figure")
     except ImportError as error:
-        raise MissingPackageError("--plot needs matplotlib: pip install matplotlib.") from error
+        raise MissingPackageError("--plot needs matplotlib: pip install 'deepspeed[plot]'.") from error
     figure = figures.Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     operations = list(dict.fromkeys(each.operation for each in measurements))

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from deepspeed.comm.patience import ProcessIdentity, host_identity
+from deepspeed.comm.patience import ProcessIdentity, known_host_identity
 
 __all__ = ["Neighbours"]
 
@@ -41,17 +41,17 @@ class Neighbours:
         self._known: dict[int, ProcessIdentity] = {}
         self._stopped_since: dict[int, float] = {}
         self._looked = float("-inf")
-        self._key = f"machine {hashlib.blake2b(host_identity().encode(), digest_size=8).hexdigest()}"
+        self._key = f"machine {hashlib.blake2b(known_host_identity().encode(), digest_size=8).hexdigest()}"
 
     def introduce(self, store: _Store) -> None:
         """Say that this process is on this machine. Once per rank."""
         me = ProcessIdentity.of(os.getpid())
-        if me is not None and host_identity():
+        if me is not None and known_host_identity():
             store.set(f"{self._key} {store.add(self._key, 1)}", f"{self._rank} {me.pid} {me.start_ticks}")
 
     def learn(self, store: _Store) -> None:
         """Take in who has introduced itself since."""
-        if not host_identity():
+        if not known_host_identity():
             return
         for number in range(len(self._known) + 1, store.add(self._key, 0) + 1):
             rank, pid, ticks = map(int, store.get(f"{self._key} {number}").split())

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Patience", "ProcessIdentity", "host_identity"]
+__all__ = ["Patience", "ProcessIdentity", "host_identity", "known_host_identity"]
 
 _SPINS = 64
 _YIELD_SECONDS = 1e-3
@@ -59,10 +59,19 @@ def _stat_fields(pid: int) -> list[bytes]:
 
 @functools.cache
 def host_identity() -> str:
-    """What tells hosts and containers apart: name, boot and process-id namespace; empty where /proc does not say it."""
+    """What tells hosts and containers apart: name, boot and process-id namespace.
+
+    Raises:
+        OSError: /proc does not say it.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
+
+
+def known_host_identity() -> str:
+    """The same; empty where /proc does not say it."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
+        return host_identity()
     except OSError:
         return ""
 

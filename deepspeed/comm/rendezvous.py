@@ -27,7 +27,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from deepspeed.comm.divergence import shortened
-from deepspeed.comm.patience import ProcessIdentity, host_identity
+from deepspeed.comm.patience import ProcessIdentity, known_host_identity
 from deepspeed.common.addresses import listening_socket
 from deepspeed.errors import CommError
 
@@ -63,7 +63,7 @@ class Arrival:
         """This process."""
         identity = ProcessIdentity.of(os.getpid())
         ticks = identity.start_ticks if identity is not None else 0
-        return cls(rank, world_size, socket.gethostname(), os.getpid(), host_identity(), ticks)
+        return cls(rank, world_size, socket.gethostname(), os.getpid(), known_host_identity(), ticks)
 
     def to_text(self) -> str:
         """As JSON."""
@@ -79,7 +79,7 @@ class Arrival:
 
     def has_died(self) -> bool:
         """Whether it is known to be gone: only of this machine's processes."""
-        is_visible = bool(self.machine) and self.machine == host_identity() and self.start_ticks > 0
+        is_visible = bool(self.machine) and self.machine == known_host_identity() and self.start_ticks > 0
         return is_visible and not ProcessIdentity(self.pid, self.start_ticks).is_alive()
 
 

@@ -147,7 +147,7 @@ def _invite(
         return None, unable, f" (here: {sys.platform} on {platform.machine()}, needed Linux on x86_64)"
     try:
         host, me = host_identity(), ProcessIdentity.of(os.getpid())
-        if me is None or not host:
+        if me is None:
             raise OSError("/proc does not show this process")
         files = _Files(numel * dtype.itemsize, 0 if rank else Board.nbytes(world_size))
     except OSError as error:
