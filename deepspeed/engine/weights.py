@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from deepspeed.common.wording import some
+
 __all__ = ["extra_state", "persistent_buffers", "set_extra_state", "shared_names", "some_names", "unmanaged_parameters"]
 
 _NAMES_SHOWN = 5
@@ -55,5 +57,4 @@ def _has_extra_state(module: nn.Module) -> bool:
 
 def some_names(found: list[str]) -> str:
     """The first names of a list, for an error text."""
-    shown = ", ".join(map(repr, found[:_NAMES_SHOWN])) or "nothing"
-    return shown + (f" and {len(found) - _NAMES_SHOWN} more" if len(found) > _NAMES_SHOWN else "")
+    return some([repr(name) for name in found], _NAMES_SHOWN, "nothing")

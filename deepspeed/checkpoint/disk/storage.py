@@ -269,8 +269,13 @@ class Lock:
 
 def cure_of(error: OSError) -> str:
     """What to do when the system refused to write."""
-    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return f"{'Free space, or give another folder,' if is_full else 'Correct the cause,'} and try again."
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "Free space, or give another folder, and try again."
+    if error.errno == errno.ENOENT:
+        return "A folder on the way is not there: it must be on a file system that all ranks see."
+    if error.errno in (errno.EEXIST, errno.ENOTDIR):
+        return "A file stands where a folder is needed. Remove it, or give another folder or tag."
+    return "Correct the cause and try again."
 
 
 class Storage:

@@ -6,7 +6,6 @@ Does not live here: where the tensors come from (`engine.whole_model`, which cal
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from torch import Tensor
 from deepspeed.checkpoint.disk.container import bytes_of, dtype_name
 from deepspeed.checkpoint.disk.folders import clean, new_token, working_folder
 from deepspeed.checkpoint.disk.safetensors_header import Field
-from deepspeed.checkpoint.disk.storage import Storage
+from deepspeed.checkpoint.disk.storage import Storage, cure_of
 from deepspeed.checkpoint.export.weights_file import is_safetensors, weights_file
 from deepspeed.errors import CheckpointError
 
@@ -71,10 +70,8 @@ def write_model_file(
                 storage.remove(aside)
         storage.sync_folder(path.parent)
     except OSError as error:
-        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise CheckpointError(
-            f"could not write the model's weights into {path}: {error}. A file that was there is intact. "
-            f"{'Free space, or give another folder' if is_full else 'Correct the cause'}, and save again."
+            f"could not write the model's weights into {path}: {error}. A file that was there is intact. {cure_of(error)}"
         ) from error
 
 

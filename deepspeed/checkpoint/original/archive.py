@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from deepspeed.checkpoint.original.stand_ins import READABLE, NumpyRecord
+from deepspeed.common.wording import some
 from deepspeed.errors import CheckpointDamagedError, CheckpointError
 
 __all__ = ["RefusedClassError", "check_archive", "load_archive"]
@@ -37,10 +38,9 @@ class RefusedClassError(CheckpointError):
     """An archive names classes or functions that are not plain data; the text names them and the cure."""
 
     def __init__(self, path: Path, names: list[str]) -> None:
-        shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
         super().__init__(
-            f"{path} names {shown}. Only plain data is read, because building other objects runs their code; nothing was "
-            f"built. If you trust the file and what it names, allow it with "
+            f"{path} names {some(names, _SHOWN)}. Only plain data is read, because building other objects runs their code; "
+            f"nothing was built. If you trust the file and what it names, allow it with "
             f"torch.serialization.add_safe_globals([{names[0].rpartition('.')[2]}]), for each name, before loading; or load "
             "the file where it was written and save that part as numbers, strings, lists, dicts and tensors."
         )

@@ -14,7 +14,7 @@ from pathlib import Path
 from deepspeed.checkpoint.disk import names
 from deepspeed.checkpoint.disk.folders import clean, new_token, point_latest, settle, swap_in, working_folder
 from deepspeed.checkpoint.disk.manifest import FileEntry, Manifest
-from deepspeed.checkpoint.disk.storage import Storage
+from deepspeed.checkpoint.disk.storage import Storage, cure_of
 from deepspeed.errors import CheckpointDamagedError, CheckpointError
 
 __all__ = ["commit_copy", "copy_checkpoint"]
@@ -96,8 +96,7 @@ def commit_copy(
             point_latest(target_dir, tag, token, storage)
     except OSError as error:
         raise CheckpointError(
-            f"could not copy checkpoint {tag!r} to {target_dir}: {error}. What was there is intact. Correct the cause; free "
-            "space where the disk is full."
+            f"could not copy checkpoint {tag!r} to {target_dir}: {error}. What was there is intact. {cure_of(error)}"
         ) from error
     finally:
         if lock is not None:

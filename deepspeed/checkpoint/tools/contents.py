@@ -19,6 +19,7 @@ from deepspeed.checkpoint.source import CheckpointSource
 from deepspeed.checkpoint.tools.facts import Facts, facts_of, files_in
 from deepspeed.checkpoint.tools.output import Report, dtype_text, line, nbytes_text, plain, table
 from deepspeed.checkpoint.tools.places import Place, open_place
+from deepspeed.common.wording import some
 
 __all__ = ["show_checkpoint"]
 
@@ -180,9 +181,4 @@ def _brief(value: Any) -> str:
 def _name_list(found: Any) -> str:
     if isinstance(found, Mapping):
         found = [f"{alias} = {owner}" for alias, owner in found.items()]
-    return _some(found or [])
-
-
-def _some(found: list[str]) -> str:
-    shown = ", ".join(found[:_KEYS_SHOWN]) or "none"
-    return shown + (f" and {len(found) - _KEYS_SHOWN} more" if len(found) > _KEYS_SHOWN else "")
+    return some(found or [], _KEYS_SHOWN)

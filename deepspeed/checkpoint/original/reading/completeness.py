@@ -23,6 +23,7 @@ from torch import Tensor
 from deepspeed.checkpoint.original.files import ExpertFile
 from deepspeed.checkpoint.original.reading.experts import is_expert
 from deepspeed.checkpoint.original.reading.pipeline import Shape
+from deepspeed.common.wording import some
 from deepspeed.errors import CheckpointDamagedError
 
 __all__ = [
@@ -64,7 +65,9 @@ def check_experts(files: Sequence[ExpertFile], model: Mapping[str, Any]) -> None
         if expert not in experts
     ]
     if lacking:
-        raise CheckpointDamagedError(f"{_some(lacking)} lost: the model has more experts than there are files. {CURE}")
+        raise CheckpointDamagedError(
+            f"{some(lacking, _SHOWN)} lost: the model has more experts than there are files. {CURE}"
+        )
 
 
 def expert_ranks_of(optimizer: Any) -> int:
@@ -112,7 +115,7 @@ def check_layer_slices(layers: Mapping[int, Sequence[Any]], degree: int) -> None
     """Every layer has one file of each of `degree` tensor-parallel ranks."""
     cut = [f"layer {layer:02d} has {len(states)} of {degree}" for layer, states in layers.items() if len(states) != degree]
     if cut:
-        raise CheckpointDamagedError(f"files of tensor-parallel slices lack: {_some(cut)}. {CURE}")
+        raise CheckpointDamagedError(f"files of tensor-parallel slices lack: {some(cut, _SHOWN)}. {CURE}")
 
 
 def check_trained_names(trained: Iterable[str], weights: Collection[str]) -> None:
@@ -123,7 +126,7 @@ def check_trained_names(trained: Iterable[str], weights: Collection[str]) -> Non
         files = [f"layer_{int(number):02d}-*model_states.pt" for number in sorted(numbers) if number.isdecimal()]
         raise CheckpointDamagedError(
             f"no layer file holds {_quoted(lacking)}, which the stages trained: lost is "
-            f"{_some(files) or 'a layer_*-model_states.pt'}. {CURE}"
+            f"{some(files, _SHOWN, 'a layer_*-model_states.pt')}. {CURE}"
         )
 
 
@@ -224,7 +227,7 @@ def check_optimizer_state(
             lacking += [f"{key} of {name!r}" for name in of_kind for key in sorted(needed - keys[name])]
     if lacking:
         raise CheckpointDamagedError(
-            f"the optimizer's state lacks {_some(lacking)}, which the rest of it shows to belong there. {CURE}"
+            f"the optimizer's state lacks {some(lacking, _SHOWN)}, which the rest of it shows to belong there. {CURE}"
         )
 
 
@@ -235,9 +238,4 @@ def _needed_by_adam(found: Set[str]) -> set[str]:
 
 
 def _quoted(names: Sequence[str]) -> str:
-    return _some([repr(name) for name in names])
-
-
-def _some(texts: Sequence[str]) -> str:
-    more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
-    return ", ".join(texts[:_SHOWN]) + more
+    return some([repr(name) for name in names], _SHOWN)
