@@ -40,8 +40,10 @@ if __name__ == "__main__":
 import torch
 import torch.distributed as dist
 
-from deepspeed.checkpoint import Piece, list_tags, open_checkpoint, write_checkpoint
+from deepspeed.checkpoint import Piece, list_tags, open_checkpoint
+from deepspeed.checkpoint.agreement import ranks_of
 from deepspeed.checkpoint.disk.storage import Storage
+from deepspeed.checkpoint.save.writer import Content, start_checkpoint
 
 _NUMEL = 100_000
 _ANSWER_SECONDS = 60.0
@@ -59,16 +61,14 @@ def save(folder: Path, value: int, rank: int, ranks: int) -> None:
         Piece("master/w", (_NUMEL,), start, torch.full((stop - start,), float(value))),
         Piece("module/w", (_NUMEL,), start, torch.full((stop - start,), value, dtype=torch.int64)),
     ]
-    write_checkpoint(
-        folder,
-        _SAME_TAG if value % 2 else f"step{value}",
+    content = Content(
         pieces,
-        {"value": value},
-        {"value": value, "tensor": torch.tensor(value)},
-        rank=rank,
-        world_size=ranks,
-        rank_state={"value": value, "tensor": torch.full((10,), value)},
+        state=lambda: {"value": value},
+        client_state=lambda: {"value": value, "tensor": torch.tensor(value)},
+        rank_state=lambda: {"value": value, "tensor": torch.full((10,), value)},
     )
+    together = ranks_of(rank, ranks)
+    start_checkpoint(folder, _SAME_TAG if value % 2 else f"step{value}", content, together).finish(together)
 
 
 def value_of(folder: Path, tag: str | None, rank: int = 0, ranks: int = 1) -> int:

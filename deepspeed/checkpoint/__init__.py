@@ -62,11 +62,9 @@ if TYPE_CHECKING:  # what type checkers see; a test holds it equal to _NAMES
     )
     from deepspeed.checkpoint.original.published.zero_checkpoint import ZeROCheckpoint as ZeROCheckpoint
     from deepspeed.checkpoint.reader import CheckpointReader as CheckpointReader
-    from deepspeed.checkpoint.save.writer import Piece as Piece
-    from deepspeed.checkpoint.save.writer import write_checkpoint as write_checkpoint
+    from deepspeed.checkpoint.save.piece import Piece as Piece
     from deepspeed.checkpoint.source import CheckpointSource as CheckpointSource
     from deepspeed.checkpoint.source import EngineState as EngineState
-    from deepspeed.checkpoint.tag_agreement import check_tags as check_tags
     from deepspeed.checkpoint.tag_agreement import resolve_tag as resolve_tag
     from deepspeed.checkpoint.universal_checkpoint import SubparamShape as SubparamShape
     from deepspeed.checkpoint.universal_checkpoint import enable_universal_checkpoint as enable_universal_checkpoint
@@ -84,7 +82,7 @@ _NAMES = {
     "PARAMETER_WITH_ROW_PARALLELISM_PATTERNS": "deepspeed.checkpoint.constants:PARAMETER_WITH_ROW_PARALLELISM_PATTERNS",
     "PARAMETER_WITH_SUB_PARAMS": "deepspeed.checkpoint.constants:PARAMETER_WITH_SUB_PARAMS",
     "PIPELINE_REPLICATED_PARAMETER_PATTERNS": "deepspeed.checkpoint.constants:PIPELINE_REPLICATED_PARAMETER_PATTERNS",
-    "Piece": "deepspeed.checkpoint.save.writer:Piece",
+    "Piece": "deepspeed.checkpoint.save.piece:Piece",
     "SubparamShape": "deepspeed.checkpoint.universal_checkpoint:SubparamShape",
     "TP_REPLICATED_PARAMETER_PATTERNS": "deepspeed.checkpoint.constants:TP_REPLICATED_PARAMETER_PATTERNS",
     "UNIVERSAL_CHECKPOINT_INFO": "deepspeed.checkpoint.constants:UNIVERSAL_CHECKPOINT_INFO",
@@ -93,7 +91,6 @@ _NAMES = {
     "UnstorableStateError": "deepspeed.checkpoint.disk.client_state:UnstorableStateError",
     "VOCABULARY_PARAMETER_PATTERNS": "deepspeed.checkpoint.constants:VOCABULARY_PARAMETER_PATTERNS",
     "ZeROCheckpoint": "deepspeed.checkpoint.original.published.zero_checkpoint:ZeROCheckpoint",
-    "check_tags": "deepspeed.checkpoint.tag_agreement:check_tags",
     "decode_client_state": "deepspeed.checkpoint.disk.client_state:decode_client_state",
     "enable_universal_checkpoint": "deepspeed.checkpoint.universal_checkpoint:enable_universal_checkpoint",
     "encode_client_state": "deepspeed.checkpoint.disk.client_state:encode_client_state",
@@ -107,7 +104,6 @@ _NAMES = {
     "read_optimizer_state": "deepspeed.checkpoint.moments:read_optimizer_state",
     "reshape_meg_2d_parallel": "deepspeed.checkpoint.original.published.reshape:reshape_meg_2d_parallel",
     "resolve_tag": "deepspeed.checkpoint.tag_agreement:resolve_tag",
-    "write_checkpoint": "deepspeed.checkpoint.save.writer:write_checkpoint",
 }
 """Loaded when first used: the commands that export weights read this room without torch, whose import would be most of their
 time."""

@@ -6,15 +6,19 @@ Does not live here: which tags there are (`disk.tags`). Called by the engine bef
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from deepspeed.checkpoint.agreement import ranks_of, together
 from deepspeed.checkpoint.disk.tags import find_tag, read_latest
 from deepspeed.common.logging import get_logger
+from deepspeed.common.wording import some
 from deepspeed.errors import CheckpointError
 
-__all__ = ["check_tags", "resolve_tag"]
+__all__ = ["compare_tags", "resolve_tag"]
+
+_RANKS_SHOWN = 8
 
 _logger = get_logger(__name__)
 
@@ -54,39 +58,27 @@ def resolve_tag(
     return None if found is None else str(found)
 
 
-def check_tags(tag: str, mode: Literal["Ignore", "Warn", "Fail"], *, rank: int, world_size: int, group: Any = None) -> None:
-    """See whether all ranks save under the same tag (`checkpoint.tag_validation`). Collective, unless `mode` is Ignore.
+def compare_tags(tags: Sequence[str], mode: Literal["Ignore", "Warn", "Fail"]) -> None:
+    """See whether all ranks save under the same tag (`checkpoint.tag_validation`). On rank 0, with every rank's tag.
 
     Args:
-        tag: this rank's tag.
-        mode: what to do when they differ: nothing, a warning on rank 0 (whose tag is then used), or an error on every rank.
-        rank: this rank in `group`.
-        world_size: ranks of `group`.
-        group: process group of the ranks that save; None for all.
+        tags: each rank's.
+        mode: what to do when they differ: nothing, a warning (rank 0's tag is then used), or an error.
 
     Raises:
         CheckpointError: mode is Fail and the tags differ; the text says who has which.
     """
-    if mode == "Ignore":
+    holders: dict[str, list[int]] = {}
+    for holder, held in enumerate(tags):
+        holders.setdefault(held, []).append(holder)
+    if mode == "Ignore" or len(holders) == 1:
         return
-
-    def compare(tags: list[Any]) -> None:
-        holders: dict[str, list[int]] = {}
-        for holder, held in enumerate(tags):
-            holders.setdefault(str(held), []).append(holder)
-        if len(holders) == 1:
-            return
-        listing = "; ".join(f"{held!r} on {_describe(ranks)}" for held, ranks in holders.items())
-        text = f"the ranks save under different tags: {listing}. Compute the tag from values that are equal on all ranks."
-        if mode == "Fail":
-            raise CheckpointError(f'{text} (checkpoint.tag_validation is "Fail")')
-        _logger.warning("%s Rank 0's tag %r is used.", text, tags[0])
-
-    together(ranks_of(rank, world_size, group), lambda: tag, compare)
+    listing = "; ".join(f"{held!r} on {_describe(ranks)}" for held, ranks in holders.items())
+    text = f"the ranks save under different tags: {listing}. Compute the tag from values that are equal on all ranks."
+    if mode == "Fail":
+        raise CheckpointError(f'{text} (checkpoint.tag_validation is "Fail")')
+    _logger.warning("%s Rank 0's tag %r is used.", text, tags[0])
 
 
 def _describe(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    return (
-        f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    )
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {some([str(rank) for rank in ranks], _RANKS_SHOWN)}"

@@ -16,16 +16,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+from pydantic import JsonValue
 from torch import Tensor, nn
 
-from deepspeed.checkpoint import EngineState, Piece, check_tags, decode_client_state, encode_client_state
-from deepspeed.checkpoint.agreement import ranks_of, together
+from deepspeed.checkpoint import EngineState, Piece, decode_client_state, encode_client_state
+from deepspeed.checkpoint.agreement import ranks_of
 from deepspeed.checkpoint.disk import names
 from deepspeed.checkpoint.save.engines import CheckpointEngine
 from deepspeed.checkpoint.save.writer import Content
 from deepspeed.checkpoint.source import OptimizerState
+from deepspeed.checkpoint.tag_agreement import compare_tags
 from deepspeed.common.logging import warn_once
 from deepspeed.config.secrets import without_secrets
 from deepspeed.engine.own_state import OwnState, own_state
@@ -33,11 +35,10 @@ from deepspeed.engine.random_state import get_random_state
 from deepspeed.engine.weights import extra_state, persistent_buffers, shared_names, unmanaged_parameters
 from deepspeed.errors import ArgumentError, CheckpointError
 from deepspeed.sharding import even_range
-from deepspeed.zero.state_io import Scalars, state_pieces, state_scalars
+from deepspeed.zero.state_io import join_scalars, scalars_of_slices, state_pieces, state_scalars
 
 if TYPE_CHECKING:
     from deepspeed.config import DeepSpeedConfig
-    from deepspeed.engine.partition import Partition
     from deepspeed.engine.parts import EngineParts
     from deepspeed.zero.flat import FlatGroup
     from deepspeed.zero.optimizer import ZeroOptimizer
@@ -87,8 +88,6 @@ class SavingMembers:
         if not str(save_dir):
             raise ArgumentError("save_checkpoint(save_dir='') needs a folder. Give the one that holds all tags.")
         tag = str(tag) if tag is not None else f"global_step{self.global_steps}"
-        rank, world_size = self._parts.mesh.rank, self._parts.mesh.world_size
-        check_tags(tag, self._config.checkpoint.tag_validation, rank=rank, world_size=world_size)
         if self._parts.accumulation.is_inside_window:
             warn_once(
                 "save inside an accumulation window",
@@ -98,14 +97,15 @@ class SavingMembers:
         if self.optimizer is not None:
             self.optimizer.master.adopt_edits()
             self.optimizer.master.drain()
-        scalars = None if self.optimizer is None else _optimizer_scalars(self.optimizer, self._parts.partition)
         ranks = self._parts.mesh.data_parallel
         own = own_state(self.module, ranks_of(ranks.rank, ranks.size, ranks.group if ranks.size > 1 else None))
         content = Content(
             self._pieces(exclude_frozen_parameters),
-            lambda: {**self._state(exclude_frozen_parameters, scalars)},
+            lambda: {**self._state(exclude_frozen_parameters)},
             lambda: _checked_client_state(client_state),
             lambda: _rank_state(self.training_dataloader, own()),
+            lambda: [tag, self._own_scalars()],
+            self._complete,
         )
         self._parts.saver.save(Path(save_dir), tag, content, save_latest=save_latest)
         return True
@@ -150,7 +150,7 @@ class SavingMembers:
             for name, buffer in persistent_buffers(self.module):
                 yield Piece.whole(names.module_tensor(name), buffer)
 
-    def _state(self, exclude_frozen: bool, scalars: Scalars | None) -> EngineState:
+    def _state(self, exclude_frozen: bool) -> EngineState:
         loader = self.training_dataloader
         return {
             "global_steps": self.global_steps,
@@ -165,21 +165,43 @@ class SavingMembers:
             "has_frozen_parameters": not exclude_frozen,
             "buffers": [name for name, _ in persistent_buffers(self.module)],
             "extra_state": extra_state(self.module),
-            "optimizer": self._optimizer_state(scalars),
+            "optimizer": self._optimizer_state(),
             "loss_scaler": self._parts.loss_guard.scaler.state_dict(),
             "lr_scheduler": None if self.lr_scheduler is None else self.lr_scheduler.state_dict(),
             "data": loader.state_dict() if loader is not None else None,
         }
 
-    def _optimizer_state(self, scalars: Scalars | None) -> OptimizerState | None:
-        if self.optimizer is None or scalars is None:
+    def _optimizer_state(self) -> OptimizerState | None:
+        """Without the scalars where each rank knows some of them: `_complete` brings them together."""
+        if self.optimizer is None:
             return None
         return {
             "name": type(self.optimizer.optimizer).__name__,
             "groups": [{key: value for key, value in g.items() if key != "params"} for g in self.optimizer.param_groups],
             "members": [list(names_of_group) for names_of_group in self._parts.partition.group_names],
-            "scalars": scalars,
+            "scalars": {} if self._shares_scalars() else state_scalars(self.optimizer.master),
         }
+
+    def _shares_scalars(self) -> bool:
+        return self.optimizer is not None and self._parts.partition.shard_axis.size > 1
+
+    def _own_scalars(self) -> list[JsonValue]:
+        """Counters of the parameters that this rank holds a part of, slice by slice: the parameters, their counters."""
+        if self.optimizer is None or not self._shares_scalars():
+            return []
+        return [
+            [cast("JsonValue", of_slice), encode_client_state(plain, f"optimizer state of {of_slice}")[0]]
+            for of_slice, plain in scalars_of_slices(self.optimizer.master)
+        ]
+
+    def _complete(self, state: JsonValue, shared: list[Any]) -> JsonValue:
+        """On rank 0: compare the tags of all ranks, and put the optimizer's scalars of all into the encoded state."""
+        compare_tags([tag for tag, _ in shared], self._config.checkpoint.tag_validation)
+        completed = cast("dict[str, Any]", state)
+        if self._shares_scalars():
+            of_slices = [(of_slice, decode_client_state(plain, _no_tensor)) for _, own in shared for of_slice, plain in own]
+            completed["optimizer"]["scalars"] = encode_client_state(join_scalars(of_slices))[0]
+        return completed
 
 
 def _rank_state(loader: Any, own: OwnState) -> dict[str, Any]:
@@ -199,22 +221,6 @@ def _flat_pieces(flat: FlatGroup, parts: int, part: int) -> Iterator[Piece]:
         for member, shape in zip(flat.members, flat.shapes, strict=True):
             if shape.numel() == 0:
                 yield Piece.whole(name_of(member.name), flat.values.new_empty(shape))
-
-
-def _optimizer_scalars(optimizer: ZeroOptimizer, partition: Partition) -> Scalars:
-    """Counters of all parameters; collective over the shard axis: each rank knows those of what it holds a part of."""
-    scalars, axis = state_scalars(optimizer.master), partition.shard_axis
-    if axis.size == 1:
-        return scalars
-
-    def join(of_ranks: list[Any]) -> dict[str, Any]:
-        return {name: plain for part in of_ranks for name, plain in part}
-
-    def own() -> Any:
-        return [[name, encode_client_state(plain, f"optimizer state of {name!r}")[0]] for name, plain in scalars.items()]
-
-    joined: Any = together(ranks_of(axis.rank, axis.size, axis.group), own, join)
-    return {name: decode_client_state(plain, _no_tensor) for name, plain in joined.items()}
 
 
 def _checked_client_state(client_state: object) -> dict[str, Any]:

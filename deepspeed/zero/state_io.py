@@ -11,7 +11,7 @@ optimizer that comes with state), `zero.optimizer` (which hands it back), `zero.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -94,14 +94,25 @@ def _state_parts(master: MasterWeights, flat: FlatGroup, position: int, key: str
                 yield Fragment(part.index, part.param_start + low - part.buffer_start, low, high - low), s
 
 
-def state_scalars(master: MasterWeights) -> Scalars:
-    """All state that is not tensors of the slice's size, by parameter name."""
-    scalars: Scalars = {}
+def scalars_of_slices(master: MasterWeights) -> Iterator[tuple[list[str], dict[str, Any]]]:
+    """All state that is not tensors of the slice's size: the parameters of each slice, and the values that they share."""
     for s in master.slices:
         state = {**master.state_of(s), **master.kept_beside(s)}
         plain = {key: _plain(value) for key, value in state.items() if not _is_sliced(key, value, s)}
-        for member, *_ in s.pieces():
-            scalars.setdefault(member.name, {}).update(plain)
+        yield [member.name for member, *_ in s.pieces()], plain
+
+
+def state_scalars(master: MasterWeights) -> Scalars:
+    """The same by parameter name."""
+    return join_scalars(scalars_of_slices(master))
+
+
+def join_scalars(of_slices: Iterable[tuple[Sequence[str], Mapping[str, Any]]]) -> Scalars:
+    """By parameter name, what `scalars_of_slices` gave on one rank or several."""
+    scalars: Scalars = {}
+    for names, plain in of_slices:
+        for name in names:
+            scalars.setdefault(name, {}).update(plain)
     return scalars
 
 

@@ -19,9 +19,10 @@ import pytest
 import torch
 
 from deepspeed import comm
-from deepspeed.checkpoint import Manifest, Piece, list_tags, open_checkpoint, write_checkpoint
+from deepspeed.checkpoint import Manifest, Piece, list_tags, open_checkpoint
 from deepspeed.checkpoint.disk.storage import Storage
 from deepspeed.errors import CheckpointError, DeepSpeedError
+from tests.support.checkpoints import write_checkpoint
 from tests.support.ranks import run_ranks
 from tests.support.sweeps import IS_SWEEP
 from tests.unit.checkpoint.thread_ranks import run_threads, use_thread_ranks

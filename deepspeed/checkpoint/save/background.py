@@ -29,12 +29,14 @@ from typing import Protocol
 
 from deepspeed.checkpoint.agreement import AsideRanks, Ranks, ranks_of
 from deepspeed.checkpoint.disk.storage import Storage
+from deepspeed.checkpoint.save.description import Descriptions
 from deepspeed.checkpoint.save.node_save import start_on_nodes
 from deepspeed.checkpoint.save.nodes import Nodes
+from deepspeed.checkpoint.save.piece import Piece
 from deepspeed.checkpoint.save.scripts import place_scripts
 from deepspeed.checkpoint.save.snapshot import SnapshotMemory
 from deepspeed.checkpoint.save.tiers import Tiers
-from deepspeed.checkpoint.save.writer import Committed, Content, Piece, StartedSave, start_checkpoint
+from deepspeed.checkpoint.save.writer import Committed, Content, StartedSave, start_checkpoint
 from deepspeed.comm.aside import AsideGroup, new_aside_group
 from deepspeed.common.logging import get_logger
 from deepspeed.errors import CheckpointError, DeepSpeedError
@@ -94,6 +96,7 @@ class Saver:
         self._commits = rank == 0 if nodes is None else nodes.is_leader(rank)
         self._rank = rank
         self._world_size = world_size
+        self._descriptions = Descriptions()
         self._memory = SnapshotMemory(plan.limit_nbytes)
         self._is_memory_prepared = False
         self._aside: AsideGroup | None = None
@@ -110,8 +113,8 @@ class Saver:
         """Save. Collective. In the background, it returns when the state may change again; else when all is on the disk.
 
         Raises:
-            CheckpointError, ArgumentError: as `write_checkpoint`, on all ranks alike; or the save before had failed, and
-                nothing of this one was done.
+            CheckpointError, ArgumentError: on all ranks alike, as `writer.start_checkpoint`; or the save before had failed,
+                and nothing of this one was done.
         """
         self.wait()
         began = time.monotonic()
@@ -119,7 +122,11 @@ class Saver:
         is_background = self._plan.is_background
         can_wait = threading.main_thread().is_alive()  # [Note: at exit]
         finishing = self._ranks_aside() if is_background else everybody
-        start = start_checkpoint if self._nodes is None else partial(start_on_nodes, nodes=self._nodes)
+        start = (
+            partial(start_checkpoint, descriptions=self._descriptions)
+            if self._nodes is None
+            else partial(start_on_nodes, nodes=self._nodes)
+        )
         started = start(
             save_dir.absolute(),  # the current folder may be another one when the thread comes to it
             tag,

@@ -35,9 +35,11 @@ from deepspeed.checkpoint.disk.container import bytes_of, dtype_name, dtype_of
 from deepspeed.checkpoint.disk.folders import clean, point_latest, settle, swap_in, working_folder
 from deepspeed.checkpoint.disk.manifest import VERSION, FileEntry, Manifest, NodeEntry
 from deepspeed.checkpoint.disk.storage import Storage
+from deepspeed.checkpoint.save.description import Descriptions
 from deepspeed.checkpoint.save.node_cover import Described, Span, entries_for, join
 from deepspeed.checkpoint.save.nodes import Nodes
-from deepspeed.checkpoint.save.writer import Committed, Content, Hold, Piece, StartedSave
+from deepspeed.checkpoint.save.piece import Piece
+from deepspeed.checkpoint.save.writer import Committed, Content, Hold, StartedSave
 from deepspeed.common.deferred import loaded
 from deepspeed.errors import CheckpointError
 from deepspeed.version import version
@@ -83,7 +85,7 @@ class _NodeSave(StartedSave):
     """One save on one rank. The methods run in the order in which they stand here; `join` on rank 0 only."""
 
     def __init__(self, save_dir: Path, tag: str, rank: int, storage: Storage, save_latest: bool, nodes: Nodes) -> None:
-        super().__init__(save_dir, tag, rank, storage, save_latest)
+        super().__init__(save_dir, tag, rank, storage, save_latest, Descriptions())  # each node's: said anew in each save
         self._nodes = nodes
         self._is_leader = nodes.is_leader(rank)
         self._joined: dict[str, Described] = {}
@@ -94,13 +96,13 @@ class _NodeSave(StartedSave):
     def join(self, reports: list[JsonValue]) -> JsonValue:
         """On rank 0: see that all elements are written somewhere, and collect what every node must know."""
         names.new_tag_folder(self.save_dir, self.tag)
-        described = cast("list[dict[str, Any]]", reports)
-        joined = join([report["pieces"] for report in described])
+        described = self._take_reports(reports)
+        joined = join([cast("Any", report["pieces"]) for report in described])
         repeated = [piece for piece in self._pieces if piece.name.startswith(_REPEATED)]
         return {
             "tag": self.tag,
             "token": self._token,
-            "is_held": all(report["is_held"] for report in described),
+            "is_held": all(bool(report["is_held"]) for report in described),
             "state": self._state,
             "client_state": self._client_state,
             "tensors": {piece.name: _packed(loaded(piece.data)) for piece in repeated},

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.checkpoint.save.writer import Piece
+from deepspeed.checkpoint.save.piece import Piece
 from deepspeed.common.deferred import DeferredTensor, loaded
 from deepspeed.common.logging import get_logger
 from deepspeed.errors import CheckpointError
@@ -83,6 +83,7 @@ class SnapshotMemory:
         self._limit_nbytes = limit_nbytes
         self._buffer: Tensor | None = None
         self._is_locked = False
+        self._placed: list[Piece] = []
         self._making: threading.Thread | None = None
 
     @property
@@ -119,7 +120,13 @@ class SnapshotMemory:
             return None
         if nbytes > self.nbytes:
             self._make(int(min(nbytes + _SPARE_NBYTES, self._limit_nbytes)), _is_any_on_a_device(pieces))
-        return Snapshot(pieces, [_placed(piece, place) for piece, place in zip(pieces, self._places(pieces), strict=True)])
+        if not self._is_placed(pieces):
+            self._placed = [_placed(piece, place) for piece, place in zip(pieces, self._places(pieces), strict=True)]
+        return Snapshot(pieces, self._placed)
+
+    def _is_placed(self, pieces: Sequence[Piece]) -> bool:
+        """Whether the pieces are those of the last snapshot with other values: then each has its place already."""
+        return len(pieces) == len(self._placed) and all(map(_is_alike, pieces, self._placed))
 
     def release(self) -> None:
         """Give the memory back. Nothing that `hold` returned may be in use."""
@@ -129,7 +136,7 @@ class SnapshotMemory:
     def _release_buffer(self) -> None:
         if self._buffer is not None and self._is_locked:
             get_accelerator().unregister_host_memory(self._buffer)
-        self._buffer, self._is_locked = None, False
+        self._buffer, self._is_locked, self._placed = None, False, []
 
     def _places(self, pieces: Sequence[Piece]) -> Iterator[Tensor]:
         buffer = self._buffer if self._buffer is not None else torch.empty(0, dtype=torch.uint8)  # none is needed then
@@ -181,6 +188,13 @@ def _new_buffer(nbytes: int) -> Tensor:
         if hasattr(mmap, advice):
             memory.madvise(getattr(mmap, advice))
     return torch.frombuffer(memory, dtype=torch.uint8).zero_()
+
+
+def _is_alike(one: Piece, other: Piece) -> bool:
+    """Whether they differ in values alone."""
+    of, to = one.data, other.data
+    is_same_data = (of.dtype, of.shape) == (to.dtype, to.shape)
+    return is_same_data and (one.name, one.shape, one.start) == (other.name, other.shape, other.start)
 
 
 def _placed(piece: Piece, place: Tensor) -> Piece:

@@ -10,98 +10,31 @@ for all ranks (`agreement.together`). Only `start` looks at the live state; a sa
 
 from __future__ import annotations
 
-import errno
-import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-import torch
 from pydantic import JsonValue
-from torch import Tensor
 
-from deepspeed.checkpoint.agreement import Ranks, ranks_of, together
+from deepspeed.checkpoint.agreement import Ranks, together
 from deepspeed.checkpoint.disk import names, strict_json
 from deepspeed.checkpoint.disk.client_state import encode_client_state
-from deepspeed.checkpoint.disk.container import Entry, dtype_name, write_container
+from deepspeed.checkpoint.disk.container import Entry, write_container
 from deepspeed.checkpoint.disk.folders import claim, clean, new_token, point_latest, retire, settle, swap_in
-from deepspeed.checkpoint.disk.manifest import VERSION, FileEntry, Fragment, Manifest, TensorEntry, find_cover_fault
-from deepspeed.checkpoint.disk.storage import Lock, Storage
-from deepspeed.common.deferred import DeferredTensor
+from deepspeed.checkpoint.disk.manifest import VERSION, FileEntry, Manifest, TensorEntry
+from deepspeed.checkpoint.disk.storage import Lock, Storage, cure_of
+from deepspeed.checkpoint.save.description import Descriptions, describe
+from deepspeed.checkpoint.save.piece import Piece
 from deepspeed.common.logging import get_logger
 from deepspeed.errors import CheckpointError, FileIoError
 from deepspeed.version import version
 
-__all__ = ["Committed", "Content", "Piece", "StartedSave", "start_checkpoint", "write_checkpoint"]
+__all__ = ["Committed", "Content", "StartedSave", "start_checkpoint"]
 
 _logger = get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Elements `[start, start + data.numel())` of the flattened global tensor `name`, to be written by this rank.
-
-    `data` may have any shape, strides and device; its elements are taken in row-major order. Only they are written, not the
-    storage that it may be a view of. A deferred one is read when it is written, or copied. An empty piece of a tensor that
-    has elements is allowed and writes nothing.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    """Shape of the whole tensor, equal on all ranks."""
-
-    start: int
-    data: Tensor | DeferredTensor
-
-    @classmethod
-    def whole(cls, name: str, data: Tensor) -> Piece:
-        """A tensor that this rank writes all of."""
-        return cls(name, tuple(data.shape), 0, data)
-
-
-def write_checkpoint(
-    save_dir: str | os.PathLike[str],
-    tag: str,
-    pieces: Iterable[Piece],
-    state: Mapping[str, Any],
-    client_state: Mapping[str, Any],
-    *,
-    rank: int,
-    world_size: int,
-    rank_state: Mapping[str, Any] | None = None,
-    save_latest: bool = True,
-    group: Any = None,
-    storage: Storage | None = None,
-) -> Path:
-    """Write one checkpoint. Collective: every rank of `group` calls it; it returns when the checkpoint is on the disk.
-
-    Args:
-        save_dir: folder of all tags, on a file system that all ranks see; created when it lacks.
-        tag: name of this checkpoint. Rank 0's counts (see `tag_agreement.check_tags`).
-        pieces: what this rank writes. Over all ranks the pieces cover each tensor exactly once.
-        state: what the engine keeps besides tensors; rank 0's is stored. Anything that `encode_client_state` takes.
-        client_state: what the user keeps; rank 0's is stored.
-        rank: this rank in `group`.
-        world_size: ranks of `group`.
-        rank_state: what differs by rank (random generators, data position); every rank's is stored.
-        save_latest: let `latest` name this tag afterwards.
-        group: process group of the ranks that save; None for all. A background save needs a group of its own.
-        storage: where bytes go; None for the file system.
-
-    Returns:
-        The folder of the checkpoint.
-
-    Raises:
-        CheckpointError: on all ranks alike, naming rank and file, tensor or place in the state; what was there is intact.
-        ArgumentError: on all ranks alike, a tag that cannot name a folder.
-    """
-    content = Content(pieces, lambda: state, lambda: client_state, lambda: rank_state or {})
-    ranks = ranks_of(rank, world_size, group)
-    started = start_checkpoint(save_dir, tag, content, ranks, save_latest=save_latest, storage=storage)
-    return started.finish(ranks).folder
 
 
 class Held(Protocol):
@@ -117,17 +50,28 @@ Hold = Callable[[list[Piece]], Held | None]
 
 @dataclass(frozen=True)
 class Content:
-    """What goes into a checkpoint: the arguments of `write_checkpoint` that say so.
+    """What goes into a checkpoint.
 
-    They are taken while all ranks describe, so that an error in one of them is an error on all ranks; not collective.
+    All of it is taken while the ranks describe, so that an error in one of them is an error on all ranks; not collective.
     """
 
     pieces: Iterable[Piece]
+    """What this rank writes. Over all ranks the pieces cover each tensor exactly once."""
+
     state: Callable[[], Mapping[str, Any]]
-    """Asked on rank 0."""
+    """What the engine keeps besides tensors: anything that `encode_client_state` takes. Asked on rank 0."""
+
     client_state: Callable[[], Mapping[str, Any]]
-    """Asked on rank 0."""
+    """What the user keeps. Asked on rank 0."""
+
     rank_state: Callable[[], Mapping[str, Any]]
+    """What differs by rank (random generators, data position)."""
+
+    shared: Callable[[], JsonValue] = lambda: None
+    """What rank 0 must know of this rank besides its pieces."""
+
+    complete: Callable[[JsonValue, list[Any]], JsonValue] = lambda state, shared: state
+    """On rank 0: the encoded state, with what all ranks shared, in rank order, put into it. May refuse the save."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +83,7 @@ class Committed:
 
 
 def start_checkpoint(
-    save_dir: str | os.PathLike[str],
+    save_dir: Path,
     tag: str,
     content: Content,
     ranks: Ranks,
@@ -148,6 +92,7 @@ def start_checkpoint(
     check: Callable[[], None] = lambda: None,
     save_latest: bool = True,
     storage: Storage | None = None,
+    descriptions: Descriptions | None = None,
 ) -> StartedSave:
     """The part of a save that looks at the live state. Collective over `ranks`; `finish` of the result must follow.
 
@@ -155,22 +100,30 @@ def start_checkpoint(
     folder that cannot be made.
 
     Args:
-        save_dir: as for `write_checkpoint`.
-        tag: as for `write_checkpoint`.
-        content: as for `write_checkpoint`.
+        save_dir: folder of all tags, on a file system that all ranks see; created when it lacks.
+        tag: name of this checkpoint. Rank 0's counts.
+        content: what is saved.
         ranks: those that save.
         hold: copies the state. Left out, or where it cannot on some rank: the state must not change until `finish` has
             returned.
         check: called on rank 0 first; what it raises, all ranks raise.
-        save_latest: as for `write_checkpoint`.
-        storage: as for `write_checkpoint`.
+        save_latest: let `latest` name this tag afterwards.
+        storage: where bytes go; None for the file system.
+        descriptions: of the save before, on all ranks alike; None: there was none.
 
     Raises:
-        CheckpointError, ArgumentError: as `write_checkpoint`.
+        CheckpointError: on all ranks alike, naming rank and file, tensor or place in the state; what was there is intact.
+        ArgumentError: on all ranks alike, a tag that cannot name a folder.
     """
-    save = StartedSave(Path(save_dir), tag, ranks.rank, storage or Storage(), save_latest)
+    said = descriptions or Descriptions()
+    save = StartedSave(save_dir, tag, ranks.rank, storage or Storage(), save_latest, said)
     try:
-        verdict = together(ranks, lambda: save.describe(content, hold, check), save.prepare)
+        try:
+            verdict = together(ranks, lambda: save.describe(content, hold, check), save.prepare)
+        except BaseException:
+            said.forget()
+            raise
+        said.keep()
         save.go_on(cast("dict[str, JsonValue]", verdict))
     except BaseException:
         save.close()
@@ -188,7 +141,7 @@ class StartedSave:
         nbytes: of this rank's pieces.
     """
 
-    def __init__(self, save_dir: Path, tag: str, rank: int, storage: Storage, save_latest: bool) -> None:
+    def __init__(self, save_dir: Path, tag: str, rank: int, storage: Storage, save_latest: bool, said: Descriptions) -> None:
         self.is_held = False
         self.nbytes = 0
         self._rank = rank
@@ -197,6 +150,7 @@ class StartedSave:
         self.tag = tag
         self._storage = storage
         self._save_latest = save_latest
+        self._said = said
         self._token = new_token()
         self._pieces: list[Piece] = []
         self._held: Held | None = None
@@ -204,6 +158,7 @@ class StartedSave:
         self._state: JsonValue = None
         self._client_state: JsonValue = None
         self._rank_state: JsonValue = None
+        self._complete: Callable[[JsonValue, list[Any]], JsonValue] = lambda state, shared: state
         self._tensors: dict[str, TensorEntry] = {}
         self._working: Path | None = None
         self._working_name = ""
@@ -226,18 +181,16 @@ class StartedSave:
         if rank == 0:
             self._state = self._take(content.state(), "state", names.state_tensor)
             self._client_state = self._take(content.client_state(), "client_state", names.client_state_tensor)
-        for piece in self._pieces:
-            _check(piece)
+        described = [describe(piece) for piece in self._pieces]
         self.nbytes = sum(piece.data.nbytes for piece in self._pieces)
         self._held = None if hold is None else hold(self._pieces)
-        descriptions: list[JsonValue] = [_description(piece) for piece in self._pieces]
-        return {"pieces": descriptions, "is_held": self._held is not None}
+        self._complete = content.complete
+        return {"pieces": self._said.own(described), "is_held": self._held is not None, "shared": content.shared()}
 
     def prepare(self, reports: list[JsonValue]) -> JsonValue:
         """On rank 0: see that the pieces of all ranks cover each tensor once; make the folder."""
-        described = cast("list[dict[str, JsonValue]]", reports)
-        self._world_size = len(described)
-        self._tensors = _join([report["pieces"] for report in described])
+        described = self._take_reports(reports)
+        self._tensors = self._said.join([report["pieces"] for report in described])
         final = names.new_tag_folder(self.save_dir, self.tag)
         try:
             for parent in {self.save_dir, final.parent}:
@@ -246,12 +199,19 @@ class StartedSave:
             self._working = working
         except OSError as error:
             raise CheckpointError(
-                f"could not make a folder for tag {self.tag!r} in {self.save_dir}: {error}. {_cure(error)}"
+                f"could not make a folder for tag {self.tag!r} in {self.save_dir}: {error}. {cure_of(error)}"
             ) from error
         return {
             "working": str(working.relative_to(self.save_dir)),
             "is_held": all(report["is_held"] for report in described),
         }
+
+    def _take_reports(self, reports: list[JsonValue]) -> Sequence[Mapping[str, JsonValue]]:
+        """What `describe` gave on each rank; the state is complete afterwards."""
+        described = cast("list[dict[str, JsonValue]]", reports)
+        self._world_size = len(described)
+        self._state = self._complete(self._state, [report["shared"] for report in described])
+        return described
 
     def go_on(self, verdict: Mapping[str, JsonValue]) -> None:
         """Take over what rank 0 found, and wait for the copy."""
@@ -294,7 +254,7 @@ class StartedSave:
         except OSError as error:
             raise CheckpointError(
                 f"could not write {path.name} of checkpoint {self.tag!r} in {self.save_dir}: {error}. "
-                f"Any earlier checkpoint is intact. {_cure(error)}"
+                f"Any earlier checkpoint is intact. {cure_of(error)}"
             ) from error
 
     def commit(self, shards: list[JsonValue]) -> JsonValue:
@@ -319,7 +279,7 @@ class StartedSave:
         except OSError as error:
             state = "The new checkpoint is whole." if self._working is None else "Any earlier checkpoint is intact."
             raise CheckpointError(
-                f"saving checkpoint {self.tag!r} in {self.save_dir}: could not {doing}: {error}. {state} {_cure(error)}"
+                f"saving checkpoint {self.tag!r} in {self.save_dir}: could not {doing}: {error}. {state} {cure_of(error)}"
             ) from error
         nbytes = manifest.nbytes + sum(file.nbytes for file in files.values())
         return {"folder": str(final.relative_to(self.save_dir)), "nbytes": nbytes}
@@ -364,69 +324,8 @@ class StartedSave:
         )
 
 
-def _check(piece: Piece) -> None:
-    """Refuse what a file cannot hold."""
-    if piece.data.layout != torch.strided or piece.data.device.type == "meta":
-        raise CheckpointError(
-            f"tensor {piece.name!r} is {piece.data.layout} on {piece.data.device}; a checkpoint holds dense tensors with "
-            f"data. Convert it, for example with .to_dense()."
-        )
-    dtype_name(piece.data.dtype, f"tensor {piece.name!r}")
-
-
-def _description(piece: Piece) -> JsonValue:
-    """A piece for rank 0: `[name, shape, dtype, start, length]`."""
-    dtype = dtype_name(piece.data.dtype, f"tensor {piece.name!r}")
-    return [piece.name, list(piece.shape), dtype, piece.start, piece.data.numel()]
-
-
 def _entry(piece: Piece) -> Entry:
     """How a piece stands in its file: a whole tensor in its own shape, a fragment flat."""
     is_whole = piece.data.numel() == prod(piece.shape)
     shape = piece.shape if is_whole else (piece.data.numel(),)
     return Entry(names.fragment_key(piece.name, piece.start, is_whole=is_whole), shape, piece.data)
-
-
-def _join(descriptions: list[JsonValue]) -> dict[str, TensorEntry]:
-    """Put the pieces of all ranks together, sorted by tensor name.
-
-    Raises:
-        CheckpointError: a hole, an overlap, or ranks that disagree about a shape or dtype.
-    """
-    described: dict[str, tuple[list[int], str, int]] = {}
-    fragments: dict[str, list[Fragment]] = {}
-    for rank, pieces in enumerate(cast("list[list[tuple[str, list[int], str, int, int]]]", descriptions)):
-        for name, shape, dtype, start, length in pieces:
-            first_shape, first_dtype, first_rank = described.setdefault(name, (shape, dtype, rank))
-            if (shape, dtype) != (first_shape, first_dtype):
-                raise CheckpointError(
-                    f"tensor {name!r} is {dtype} {shape} on rank {rank}, but {first_dtype} {first_shape} on rank "
-                    f"{first_rank}. All ranks must describe the same global tensor."
-                )
-            of_name = fragments.setdefault(name, [])
-            if length:
-                key = names.fragment_key(name, start, is_whole=length == prod(shape))
-                of_name.append(Fragment(start=start, length=length, file=names.shard_file(rank), key=key))
-    for name, of_name in fragments.items():
-        of_name.sort(key=lambda fragment: fragment.start)
-        fault = find_cover_fault(prod(described[name][0]), [(fragment.start, fragment.length) for fragment in of_name])
-        if fault:
-            files = ", ".join(f"{part.start}+{part.length} from {part.file}" for part in of_name[:8])
-            raise CheckpointError(
-                f"tensor {name!r} {fault}. The ranks gave (start+length): {files or 'nothing'}. Nothing was written."
-            )
-    return {
-        name: TensorEntry(shape=described[name][0], dtype=described[name][1], fragments=fragments[name])
-        for name in sorted(fragments)
-    }
-
-
-def _cure(error: OSError) -> str:
-    """What to do about a refusal of the system."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "Free space, or save to another disk, and save again."
-    if error.errno == errno.ENOENT:
-        return "The folder that rank 0 made is not there: save_dir must be on a file system that all ranks see."
-    if error.errno in (errno.EEXIST, errno.ENOTDIR):
-        return "A file stands where a folder is needed. Remove it, or give another save_dir or tag."
-    return "Correct the cause and save again."

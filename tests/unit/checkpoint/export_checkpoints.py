@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed.checkpoint import Piece, write_checkpoint
+from deepspeed.checkpoint import Piece
+from tests.support.checkpoints import write_checkpoint
 from tests.unit.checkpoint.tool_checkpoints import STATE
 
 

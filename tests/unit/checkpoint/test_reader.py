@@ -11,12 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed.checkpoint import CheckpointReader, Piece, open_checkpoint, write_checkpoint
+from deepspeed.checkpoint import CheckpointReader, Piece, open_checkpoint
 from deepspeed.checkpoint import reader as reader_module
 from deepspeed.checkpoint.agreement import Alone
 from deepspeed.checkpoint.disk.file_check import share_files
 from deepspeed.checkpoint.disk.manifest import Fragment, Manifest, TensorEntry
 from deepspeed.errors import ArgumentError, CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
+from tests.support.checkpoints import write_checkpoint
 from tests.unit.checkpoint.thread_ranks import ThreadRanks, run_threads, use_thread_ranks
 
 _DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool]

@@ -62,5 +62,5 @@ def run_threads(world_size: int, fn: Callable[[ThreadRanks], Any]) -> list[Any]:
 
 def use_thread_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the `group` that is handed to the room's functions be the ranks themselves; without one it is a single process."""
-    for module in ("save.writer", "opening", "tag_agreement"):
-        monkeypatch.setattr(f"deepspeed.checkpoint.{module}.ranks_of", lambda rank, world_size, group=None: group or Alone())
+    for module in ("deepspeed.checkpoint.opening", "deepspeed.checkpoint.tag_agreement", "tests.support.checkpoints"):
+        monkeypatch.setattr(f"{module}.ranks_of", lambda rank, world_size, group=None: group or Alone())

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from deepspeed.checkpoint import Piece, write_checkpoint
+from deepspeed.checkpoint import Piece
+from tests.support.checkpoints import write_checkpoint
 
 STATE: dict[str, Any] = {
     "global_steps": 3,

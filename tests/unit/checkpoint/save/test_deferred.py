@@ -12,9 +12,10 @@ from torch import Tensor
 from deepspeed.checkpoint import Piece, open_checkpoint
 from deepspeed.checkpoint.agreement import ranks_of
 from deepspeed.checkpoint.save.snapshot import SnapshotMemory
-from deepspeed.checkpoint.save.writer import Content, start_checkpoint, write_checkpoint
+from deepspeed.checkpoint.save.writer import Content, start_checkpoint
 from deepspeed.common.deferred import DeferredTensor
 from deepspeed.errors import CheckpointError, FileIoError
+from tests.support.checkpoints import write_checkpoint
 
 
 class _State:

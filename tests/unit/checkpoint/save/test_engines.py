@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.checkpoint import Piece, UnstorableStateError, write_checkpoint
+from deepspeed.checkpoint import Piece, UnstorableStateError
 from deepspeed.checkpoint.disk.storage import Storage, WriteOptions
 from deepspeed.checkpoint.save.engines import (
     CheckpointCommitInfo,
@@ -22,6 +22,7 @@ from deepspeed.checkpoint.save.engines import (
 )
 from deepspeed.config.checkpoint import CheckpointConfig, DataStatesConfig, WriterConfig
 from deepspeed.errors import CheckpointDamagedError, CheckpointError
+from tests.support.checkpoints import write_checkpoint
 
 
 def _checkpoint(**keys: Any) -> CheckpointConfig:

@@ -96,3 +96,19 @@ def test_released_memory_is_taken_again_by_the_next_snapshot() -> None:
     memory.release()
     assert memory.nbytes == 0
     _held(memory, _pieces([10]))
+
+
+def test_places_of_the_last_snapshot_serve_the_next_only_where_the_pieces_are_alike() -> None:
+    memory = SnapshotMemory()
+    for pieces in (
+        [Piece.whole("a", torch.ones(4)), Piece.whole("b", torch.ones(4))],
+        [Piece.whole("a", torch.ones(4) * 2), Piece.whole("b", torch.ones(4) * 3)],
+        [Piece.whole("b", torch.ones(4)), Piece.whole("a", torch.ones(4))],
+        [Piece.whole("b", torch.ones(4, dtype=torch.int32)), Piece.whole("a", torch.ones(2, 2))],
+        [Piece("b", (8,), 4, torch.ones(4, dtype=torch.int32)), Piece.whole("a", torch.ones(0))],
+    ):
+        held = _held(memory, pieces)
+        assert [(p.name, p.shape, p.start) for p in held] == [(p.name, p.shape, p.start) for p in pieces]
+        for copy, piece in zip(held, pieces, strict=True):
+            assert (copy.data.dtype, copy.data.shape) == (piece.data.dtype, piece.data.shape)
+            assert torch.equal(copy.data, piece.data)

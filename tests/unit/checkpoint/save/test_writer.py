@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.checkpoint import Piece, open_checkpoint, write_checkpoint
+from deepspeed.checkpoint import Piece, open_checkpoint
 from deepspeed.checkpoint.disk.storage import Storage
 from deepspeed.errors import ArgumentError, CheckpointError
+from tests.support.checkpoints import write_checkpoint
 from tests.unit.checkpoint.faulty_storage import FullDisk, NoExchange, Refusing, killed_at
 from tests.unit.checkpoint.thread_ranks import ThreadRanks, run_threads, use_thread_ranks
 

@@ -1,0 +1,36 @@
+"""The unit of a save: some elements of one tensor, from one rank.
+
+Made by the engine, described to rank 0 (`description`), copied (`snapshot`), written (`writer`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from deepspeed.common.deferred import DeferredTensor
+
+__all__ = ["Piece"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements `[start, start + data.numel())` of the flattened global tensor `name`, to be written by this rank.
+
+    `data` may have any shape, strides and device; its elements are taken in row-major order. Only they are written, not the
+    storage that it may be a view of. A deferred one is read when it is written, or copied. An empty piece of a tensor that
+    has elements is allowed and writes nothing.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    """Shape of the whole tensor, equal on all ranks."""
+
+    start: int
+    data: Tensor | DeferredTensor
+
+    @classmethod
+    def whole(cls, name: str, data: Tensor) -> Piece:
+        """A tensor that this rank writes all of."""
+        return cls(name, tuple(data.shape), 0, data)
