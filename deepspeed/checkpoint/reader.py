@@ -41,7 +41,7 @@ class CheckpointReader:
         self.tag = tag
         self.manifest = Manifest.parse(_read_file(folder / names.MANIFEST_FILE), str(folder / names.MANIFEST_FILE))
         self._ranks = ranks
-        self._headers: dict[str, Header] = {}
+        self._headers: dict[str, tuple[Path, Header]] = {}
 
     @cached_property
     def state(self) -> EngineState:
@@ -64,7 +64,7 @@ class CheckpointReader:
     def rank_state(self, rank: int) -> dict[str, Any]:
         """What `rank` of the writing job stored for itself; empty when it stored nothing, or there was no such rank."""
         file = names.shard_file(rank)
-        text = self._header(file).metadata.get(names.RANK_STATE_FIELD) if file in self.manifest.files else None
+        text = self._opened(file)[1].metadata.get(names.RANK_STATE_FIELD) if file in self.manifest.files else None
         if text is None:
             return {}
         tensor = self._tensor_reader(lambda number: names.rank_state_tensor(rank, number))
@@ -117,13 +117,13 @@ class CheckpointReader:
         check_runs(self.folder, files, share_blocks(files, self._ranks.world_size)[self._ranks.rank])
 
     def _read_part(self, part: Part, dtype: torch.dtype, out: Tensor, is_direct: bool) -> None:
-        located = self._header(part.file).tensors.get(part.key)
+        path, header = self._opened(part.file)
+        located = header.tensors.get(part.key)
         if located is None or located.dtype != dtype or located.numel < part.start + part.length:
             raise CheckpointDamagedError(
-                f"{self.folder / part.file} does not hold {part.length} elements of {part.key!r} as {dtype} from element "
+                f"{path} does not hold {part.length} elements of {part.key!r} as {dtype} from element "
                 f"{part.start}, which {names.MANIFEST_FILE} promises: {'no such key' if located is None else located}."
             )
-        path = self.folder / part.file
         if is_direct:
             read_range(path, located, part.start, out)
             return
@@ -141,9 +141,11 @@ class CheckpointReader:
             raise unknown_tensor(self.folder, name, self.manifest.tensors)
         return self.manifest.tensors[name]
 
-    def _header(self, file: str) -> Header:
+    def _opened(self, file: str) -> tuple[Path, Header]:
+        """Where a file lies, and what it says it holds."""
         if file not in self._headers:
-            self._headers[file] = read_header(self.folder / file)
+            path = self.folder / file
+            self._headers[file] = path, read_header(path)
         return self._headers[file]
 
 

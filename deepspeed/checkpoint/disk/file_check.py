@@ -65,12 +65,13 @@ def _refuse(folder: Path, found: Iterable[str | None]) -> None:
 
 def find_file_fault(path: Path, entry: FileEntry) -> str | None:
     """What is wrong with a file, compared with its manifest entry; None when nothing is."""
-    return _fault(path, entry, lambda file: _digest(file, entry.nbytes, xxhash.xxh3_128()) == entry.xxh3_128)
+    return _find_run_fault(path, entry, BlockRun(path.name, 0, max(1, len(entry.blocks))))
 
 
 def _find_run_fault(path: Path, entry: FileEntry, run: BlockRun) -> str | None:
-    if not entry.blocks:
-        return find_file_fault(path, entry)
+    if not entry.blocks:  # of version 1, or empty
+        whole = entry.xxh3_128
+        return _fault(path, entry, lambda file: whole in (None, _digest(file, entry.nbytes, xxhash.xxh3_128())))
 
     def is_right(file: io.FileIO) -> bool:
         file.seek(run.first * BLOCK_NBYTES)

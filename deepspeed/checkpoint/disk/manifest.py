@@ -47,8 +47,8 @@ __all__ = [
 ]
 
 FORMAT = "deepspeed-checkpoint"
-VERSION = 2
-"""1 had no hashes of blocks."""
+VERSION = 3
+"""1 had a hash of each whole file, 2 had those of blocks beside it, from 3 on there are those of blocks alone."""
 
 BLOCK_NBYTES = 16 << 20
 """Bytes of a file that have a hash of their own."""
@@ -68,17 +68,23 @@ class FileEntry(_Record):
     """One file of the folder."""
 
     nbytes: NonNegativeInt = Field(description="Size of the file.")
-    xxh3_128: Digest = Field(description="XXH3 128-bit hash of the file's bytes, in hexadecimal.")
+    xxh3_128: Digest | None = Field(
+        default=None,
+        description="XXH3 128-bit hash of the file's bytes, in hexadecimal. Only in versions 1 and 2; where there are "
+        "`blocks`, they count.",
+    )
     blocks: list[BlockDigest] = Field(
         default_factory=list,
         description="XXH3 64-bit hash of each 16 MiB of the file, by which ranks share the check of it; the last block may "
-        "be shorter. Left out where one block is all.",
+        "be shorter. In version 2 left out where one block is all, in version 1 always.",
     )
 
     @model_validator(mode="after")
     def _blocks_cover_the_file(self) -> Self:
         if self.blocks and len(self.blocks) != -(-self.nbytes // BLOCK_NBYTES):
             raise ValueError(f"{len(self.blocks)} blocks do not make {self.nbytes} bytes")
+        if self.nbytes and not self.blocks and self.xxh3_128 is None:
+            raise ValueError(f"{self.nbytes} bytes have no hash")
         return self
 
 

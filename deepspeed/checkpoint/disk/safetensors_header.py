@@ -20,7 +20,7 @@ from typing import NamedTuple, cast
 from pydantic import JsonValue
 
 from deepspeed.checkpoint.disk import strict_json
-from deepspeed.checkpoint.disk.storage import open_run
+from deepspeed.checkpoint.disk.storage import announce_run
 from deepspeed.errors import CheckpointDamagedError, CheckpointError
 
 __all__ = ["ITEM_NBYTES", "Field", "Place", "Places", "check_dtype", "make_header", "read_into", "read_places"]
@@ -156,12 +156,20 @@ def read_into(path: Path, offset_nbytes: int, into: memoryview) -> None:
         CheckpointDamagedError: the file ends too early or cannot be read; the text names it.
     """
     try:
-        with open_run(path) if len(into) >= _RUN_NBYTES else path.open("rb", buffering=0) as file:
-            file.seek(offset_nbytes)
-            while into:
-                count = file.readinto(into)
-                if not count:
-                    raise EOFError(f"the file ends {len(into)} bytes too early")
-                into = into[count:]
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if len(into) >= _RUN_NBYTES:
+                announce_run(fd)
+            _fill(fd, offset_nbytes, into)
+        finally:
+            os.close(fd)
     except (OSError, EOFError) as error:
         raise CheckpointDamagedError(f"{path} cannot be read: {error}.") from error
+
+
+def _fill(fd: int, offset_nbytes: int, into: memoryview) -> None:
+    while into:
+        count = os.preadv(fd, [into], offset_nbytes)
+        if not count:
+            raise EOFError(f"the file ends {len(into)} bytes too early")
+        into, offset_nbytes = into[count:], offset_nbytes + count

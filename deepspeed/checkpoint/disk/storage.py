@@ -35,7 +35,7 @@ from typing_extensions import Self
 
 from deepspeed.checkpoint.disk.manifest import BLOCK_NBYTES, FileEntry
 
-__all__ = ["HashedFile", "Lock", "Storage", "WriteOptions", "Written", "cure_of", "open_run"]
+__all__ = ["HashedFile", "Lock", "Storage", "WriteOptions", "Written", "announce_run", "cure_of", "open_run"]
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -87,7 +87,6 @@ class HashedFile:
         self._began = time.perf_counter()
         self._written = written or Written()
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        self._hash = xxhash.xxh3_128()
         self._block_hash = xxhash.xxh3_64()
         self._block_digests: list[str] = []
         self._hashed_nbytes = 0
@@ -108,7 +107,6 @@ class HashedFile:
 
     def _hash_near(self, part: memoryview) -> None:
         began = time.thread_time()
-        self._hash.update(part)
         while part:
             here = part[: BLOCK_NBYTES - self._hashed_nbytes % BLOCK_NBYTES]
             self._block_hash.update(here)
@@ -132,8 +130,7 @@ class HashedFile:
         self._written.hash_seconds += self._hash_seconds
         if self._hashed_nbytes % BLOCK_NBYTES:
             self._end_block()
-        blocks = self._block_digests if len(self._block_digests) > 1 else []
-        return FileEntry(nbytes=self._nbytes, xxh3_128=self._hash.hexdigest(), blocks=blocks)
+        return FileEntry(nbytes=self._nbytes, blocks=self._block_digests)
 
     def __enter__(self) -> Self:
         return self
@@ -249,9 +246,14 @@ def _set_direct(fd: int, on: bool) -> bool:
 def open_run(path: Path) -> io.FileIO:
     """Open a file to read a long run of it: the system is asked to read further ahead than it would by itself."""
     file = path.open("rb", buffering=0)
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+    announce_run(file.fileno())
     return file
+
+
+def announce_run(fd: int) -> None:
+    """Ask the system to read further ahead of an open file than it would by itself."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
 
 class Lock:

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from deepspeed.checkpoint.disk.manifest import FileEntry
+from deepspeed.checkpoint.disk.manifest import BLOCK_NBYTES, FileEntry
 from deepspeed.checkpoint.disk.storage import HashedFile, Lock, Storage, WriteOptions
 from deepspeed.checkpoint.save.background import SavePlan
 from deepspeed.checkpoint.save.state_file import read_state, write_state
@@ -158,7 +158,7 @@ class _Nothing(HashedFile):
         self._nbytes += len(data)
 
     def finish(self) -> FileEntry:
-        return FileEntry(nbytes=self._nbytes, xxh3_128="0" * 32)
+        return FileEntry(nbytes=self._nbytes, blocks=["0" * 16] * -(-self._nbytes // BLOCK_NBYTES))
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         """Nothing is open."""

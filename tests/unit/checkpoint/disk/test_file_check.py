@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,8 +14,10 @@ from deepspeed.errors import CheckpointDamagedError
 
 
 def _entry(nbytes: int, *, has_blocks: bool) -> FileEntry:
-    blocks = -(-nbytes // BLOCK_NBYTES)
-    return FileEntry(nbytes=nbytes, xxh3_128="0" * 32, blocks=["0" * 16] * blocks if has_blocks and blocks > 1 else [])
+    """Of the present version, or of version 1."""
+    if has_blocks:
+        return FileEntry(nbytes=nbytes, blocks=["0" * 16] * -(-nbytes // BLOCK_NBYTES))
+    return FileEntry(nbytes=nbytes, xxh3_128="0" * 32)
 
 
 @given(sizes=st.lists(st.tuples(st.integers(0, 5 * BLOCK_NBYTES), st.booleans()), max_size=6), world_size=st.integers(1, 5))
@@ -75,3 +78,20 @@ def _is_found(folder: Path, files: dict[str, FileEntry], share: list[BlockRun]) 
     except CheckpointDamagedError:
         return True
     return False
+
+
+@pytest.mark.parametrize("version", [1, 2, 3])
+@pytest.mark.parametrize("nbytes", [1000, BLOCK_NBYTES + 1000])
+def test_damage_is_found_by_the_hashes_of_every_version(tmp_path: Path, version: int, nbytes: int) -> None:
+    data = bytes(range(250)) * (nbytes // 250 + 1)
+    with Storage().create(tmp_path / "f") as file:
+        file.write(memoryview(data)[:nbytes])
+        entry = file.finish()
+    if version < 3:
+        has_blocks = version == 2 and nbytes > BLOCK_NBYTES
+        whole = xxhash.xxh3_128_hexdigest(data[:nbytes])
+        entry = FileEntry(nbytes=nbytes, xxh3_128=whole, blocks=entry.blocks if has_blocks else [])
+    check_files(tmp_path, {"f": entry})
+    _flip(tmp_path / "f", nbytes - 1)
+    with pytest.raises(CheckpointDamagedError, match="f differs from what was written"):
+        check_files(tmp_path, {"f": entry})

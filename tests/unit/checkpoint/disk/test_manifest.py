@@ -29,7 +29,7 @@ def _manifest(version: int = 1, fragments: list[Fragment] | None = None) -> Mani
         library="1.0",
         saved_at="2026-01-01T00:00:00+00:00",
         world_size=1,
-        files={"rank_00000.safetensors": FileEntry(nbytes=100, xxh3_128="0" * 32)},
+        files={"rank_00000.safetensors": FileEntry(nbytes=100, blocks=["0" * 16])},
         tensors={"w": TensorEntry(shape=[2, 3], dtype="F32", fragments=whole if fragments is None else fragments)},
         state={"global_steps": 3, "text": "\u00e9"},
     )
@@ -72,8 +72,8 @@ def test_every_cut_is_noticed() -> None:
 
 
 def test_a_newer_format_is_told_apart_from_damage() -> None:
-    with pytest.raises(CheckpointError, match="format version 3; this installation reads up to version 2") as caught:
-        Manifest.parse(_manifest(version=3).dump(), "m")
+    with pytest.raises(CheckpointError, match="format version 4; this installation reads up to version 3") as caught:
+        Manifest.parse(_manifest(version=4).dump(), "m")
     assert not isinstance(caught.value, CheckpointDamagedError)
 
 
@@ -124,10 +124,19 @@ def test_the_reference_page_holds_the_schema_of_the_code() -> None:
 
 
 def test_hashes_of_blocks_must_be_as_many_as_the_file_has() -> None:
-    FileEntry(nbytes=BLOCK_NBYTES + 1, xxh3_128="0" * 32, blocks=["0" * 16] * 2)
+    FileEntry(nbytes=BLOCK_NBYTES + 1, blocks=["0" * 16] * 2)
     with pytest.raises(ValueError, match="1 blocks do not make"):
-        FileEntry(nbytes=BLOCK_NBYTES + 1, xxh3_128="0" * 32, blocks=["0" * 16])
+        FileEntry(nbytes=BLOCK_NBYTES + 1, blocks=["0" * 16])
 
 
-def test_a_manifest_of_version_1_is_read() -> None:
-    assert Manifest.parse(_manifest(version=1).dump(), "m").files["rank_00000.safetensors"].blocks == []
+def test_no_file_goes_without_a_hash() -> None:
+    FileEntry(nbytes=0)
+    with pytest.raises(ValueError, match="1 bytes have no hash"):
+        FileEntry(nbytes=1)
+
+
+@pytest.mark.parametrize("blocks", [[], ["1" * 16] * 2])
+def test_manifests_of_versions_1_and_2_are_read(blocks: list[str]) -> None:
+    entry = FileEntry(nbytes=BLOCK_NBYTES + 1, xxh3_128="0" * 32, blocks=blocks)
+    older = _manifest(version=1 + bool(blocks)).model_copy(update={"files": {"rank_00000.safetensors": entry}})
+    assert Manifest.parse(older.dump(), "m").files["rank_00000.safetensors"] == entry

@@ -22,7 +22,7 @@ def test_a_written_file_is_described_by_its_bytes(tmp_path: Path) -> None:
         file.write(memoryview(b"two"))
         entry = file.finish()
     assert (tmp_path / "f").read_bytes() == b"onetwo"
-    assert entry == FileEntry(nbytes=6, xxh3_128=xxhash.xxh3_128_hexdigest(b"onetwo"))
+    assert entry == FileEntry(nbytes=6, blocks=[xxhash.xxh3_64_hexdigest(b"onetwo")])
 
 
 def test_a_write_that_the_system_splits_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +100,7 @@ def test_every_way_to_the_disk_writes_the_same_bytes(tmp_path: Path, nbytes: int
             file.write(memoryview(data)[start : start + 1500])
         entry = file.finish()
     assert (tmp_path / "f").read_bytes() == data
-    assert entry == FileEntry(nbytes=nbytes, xxh3_128=xxhash.xxh3_128_hexdigest(data))
+    assert entry == FileEntry(nbytes=nbytes, blocks=[xxhash.xxh3_64_hexdigest(data)] if nbytes else [])
     assert storage.written.nbytes == nbytes
 
 
