@@ -139,7 +139,7 @@ def test_a_manifest_that_cannot_be_read_is_left_alone(tmp_path: Path, caplog: py
     (tmp_path / "a" / "manifest.json").write_text("{")
     assert [each.tag for each in saved_tags(tmp_path)] == ["b"]
     assert remove_superseded(tmp_path, "b", KeepRules(last=1), Storage()) == []
-    assert "leaves it alone" in caplog.text
+    assert "its checkpoint is passed over" in caplog.text
 
 
 def test_a_refusal_of_the_system_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
