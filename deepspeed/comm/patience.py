@@ -7,7 +7,6 @@ still the one we knew, and does it run?) and `host_identity`. Does not live here
 
 from __future__ import annotations
 
-import functools
 import os
 import socket
 import time
@@ -57,7 +56,6 @@ def _stat_fields(pid: int) -> list[bytes]:
     return text[text.rindex(b")") + 2 :].split()  # the name before it may contain blanks and brackets
 
 
-@functools.cache
 def host_identity() -> str:
     """What tells hosts and containers apart: name, boot and process-id namespace.
 
