@@ -29,6 +29,7 @@ from benchmarks import (  # noqa: E402
     host_step,
     import_time,
     initialize,
+    launch,
     memory,
     native_twins,
     offload_step,
@@ -45,6 +46,7 @@ from benchmarks.harness.report import as_json, case_lines, machine_facts  # noqa
 
 _MODULES = (
     import_time,
+    launch,
     initialize,
     train_step,
     zero_step,

@@ -32,8 +32,9 @@ from deepspeed.launcher.devices import likely_accelerator
 from deepspeed.launcher.environment import excluded, exported
 from deepspeed.launcher.guard import Requests
 from deepspeed.launcher.hostfile import Slot, encode_world_info
+from deepspeed.launcher.leftovers import removing
 from deepspeed.launcher.link.front import FrontEnd
-from deepspeed.launcher.pidfile import pid_file
+from deepspeed.launcher.pidfile import pid_file, pid_path
 from deepspeed.launcher.ports import hold_port
 from deepspeed.launcher.probe import Probe, addresses_of, choose_address, choose_port, is_this_machine, probe
 from deepspeed.launcher.processes import adopting_orphans, start_process
@@ -171,7 +172,9 @@ def run(args: argparse.Namespace, selection: Selection, environ: Mapping[str, st
         words = launch_words(args, world_info, *meeting, front_end=True)
         front_end = FrontEnd(*meeting, world_info, token, has_session_per_host=back_end.name == "pdsh")
         scratch = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="deepspeed-job-")))
-        closing.enter_context(pid_file(os.getpid() if args.save_pid else 0))
+        pid = os.getpid() if args.save_pid else 0
+        closing.enter_context(pid_file(pid))
+        closing.enter_context(removing(scratch, *([pid_path(pid)] if pid else [])))
         command = back_end.command(make_job(args, selection, words, environ, from_files, scratch), program)
         return _run_command(command, environ, front_end)
 
