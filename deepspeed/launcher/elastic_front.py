@@ -31,6 +31,7 @@ from deepspeed.launcher import far_hosts
 from deepspeed.launcher.arguments import launch_words
 from deepspeed.launcher.backends import BACK_ENDS, Command
 from deepspeed.launcher.environment import excluded
+from deepspeed.launcher.guard import run_guarded
 from deepspeed.launcher.hostfile import Slot, encode_world_info
 from deepspeed.launcher.pidfile import pid_file
 from deepspeed.launcher.processes import SignalInbox, adopting_orphans, end_processes, start_process
@@ -129,7 +130,7 @@ def run(
         for number, (name, slots) in enumerate(selection.items()):
             command = back_end.command(replace(job, hosts={name: slots}, place=(f"--node_rank={number}",)), program)
             hosts.append(_Host(name, command, _patient(mine | command.environ)))
-        return _attend(hosts)
+        return run_guarded(lambda: _attend(hosts))  # else ssh sessions would outlive a command that is killed
 
 
 def _patient(environ: dict[str, str]) -> dict[str, str]:

@@ -27,7 +27,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
@@ -60,7 +60,7 @@ _KEEP_ALIVE = {"keep_alive_interval": 1, "keep_alive_max_attempt": 4}
 _JOIN_SECONDS = 600
 _STORE_SECONDS = 10
 _PAUSE_SECONDS = 0.25
-_PRESENT, _BEGUN = "deepspeed/present", "deepspeed/begun"
+_PRESENT, _BEGUN, _ROUNDS, _RESTARTS = (f"deepspeed/{name}" for name in ("present", "begun", "rounds", "restarts"))
 _OWN_NAMES = (TOKEN_NAME, "TORCH_CPP_LOG_LEVEL")
 """Variables of this process that are not for ranks."""
 
@@ -128,6 +128,7 @@ class HostAgent(DSElasticAgent):
         self._ranks: list[Rank] = []
         self._failed: Rank | None = None
         self._asked: int | None = None
+        self._restarts = 0
         self._hang_up = HangUpWatch() if seat.has_front_end else None
         self._store: Any = self._in_thread(lambda: _open_store(args))
         self._in_thread(lambda: _gather(self._store, most))
@@ -177,10 +178,18 @@ class HostAgent(DSElasticAgent):
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         began = time.monotonic()
-        self._in_thread(lambda: DSElasticAgent._rendezvous(self, worker_group))
+        self._in_thread(lambda: self._meet(worker_group))
         hosts, ranks = worker_group.group_world_size, worker_group.workers[0].world_size
         seconds = time.monotonic() - began
         logger.info("%d hosts, %d ranks in all: starting them (found together in %.1f s)", hosts, ranks, seconds)
+
+    def _meet(self, worker_group: WorkerGroup) -> None:
+        """Take part in a round, and agree on its number: hosts count their own failures, and may have joined late."""
+        super()._rendezvous(worker_group)
+        store = cast("TCPStore", worker_group.store)
+        if place_of(worker_group)[0] == 0:
+            store.set(_RESTARTS, str(self._own_store.add(_ROUNDS, 1) - 1))
+        self._restarts = int(store.get(_RESTARTS))
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         place = {"master_addr": worker_group.master_addr, "master_port": worker_group.master_port}
@@ -208,7 +217,7 @@ class HostAgent(DSElasticAgent):
             "GROUP_RANK": str(worker_group.group_rank),
             "GROUP_WORLD_SIZE": str(worker_group.group_world_size),
             "TORCHELASTIC_RUN_ID": worker_group.spec.rdzv_handler.get_run_id(),
-            "TORCHELASTIC_RESTART_COUNT": str(self._attempts.used),
+            "TORCHELASTIC_RESTART_COUNT": str(self._restarts),
             "TORCHELASTIC_MAX_RESTARTS": str(self._attempts.limit),
             "TORCHELASTIC_USE_AGENT_STORE": "False",
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),

@@ -29,7 +29,7 @@ ENDED_SECONDS = 5.0
 WAITING = """
 import os, pathlib, sys, time
 name = f"{os.environ['RANK']}of{os.environ['WORLD_SIZE']}"
-pathlib.Path(name).touch()
+pathlib.Path(name).write_text(os.environ["TORCHELASTIC_RESTART_COUNT"])
 if sys.argv[-1] == "fail" and os.environ["RANK"] == "1":
     print("about to fail", flush=True)
     sys.exit(7)
@@ -173,3 +173,4 @@ def test_hosts_without_ssh_go_on_when_one_is_started_again_by_others(cluster: Ho
         third.wait()
         with member(3):
             until(lambda: all((tmp_path / f"{rank}of3").exists() for rank in range(3)), first, "three ranks run again")
+            assert {(tmp_path / f"{rank}of3").read_text() for rank in range(3)} == {"2"}  # the same on all, late or not
