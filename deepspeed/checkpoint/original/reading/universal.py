@@ -5,11 +5,12 @@
       zero/optimizer_state.pt                                              hyperparameters, loss scale, at stage 3 the step
       zero/<parameter>/fp32.pt                                             --> master/<parameter>
       zero/<parameter>/exp_avg.pt, exp_avg_sq.pt, ...                      --> optimizer/<parameter>/<key>
-      zero/<parameter>/step.pt                                             --> scalars
+      zero/<parameter>/step.pt, other numbers                              --> scalars
       zero/<frozen or buffer>/fp32.pt, or the model-state files            --> module/<name>
 
 A value is `{"param": tensor in its shape, ...}`, or, from ZeRO stage 3, a bare flat tensor whose shape the model-state files
-tell. A file is opened when its tensor is asked for: a folder of thousands of files costs what is read.
+tell; one without dimensions is a number. A file is opened when its tensor is asked for: a folder of thousands of files costs
+what is read.
 
 [Note: the owner counts] A tied weight may have a second folder under its later name; in 16-bit training that one holds the
 rounded value and the owner's the fp32 master. So later names are never read.
@@ -83,6 +84,7 @@ class UniversalSource:
         self._open = lru_cache(maxsize=_KEPT_OPEN)(self._open_anew)
         zero = folder / UNIVERSAL_FOLDER
         self._folders = {path.name: {file.name for file in path.glob("*.pt")} for path in zero.iterdir() if path.is_dir()}
+        self._number_files = self._find_number_files()
         self._places = self._find_places()
         self._check_state_files()
 
@@ -188,6 +190,12 @@ class UniversalSource:
 
     # -- where each tensor lies ---------------------------------------------------------------------------------------
 
+    def _find_number_files(self) -> set[str]:
+        """Names of the files that hold one number for each parameter; the first of each name tells."""
+        firsts = {file: name for name, files in reversed(self._folders.items()) for file in files - {MASTER_FILE, STEP_FILE}}
+        values = {file: load_archive(self.folder / UNIVERSAL_FOLDER / name / file) for file, name in firsts.items()}
+        return {STEP_FILE} | {file for file, value in values.items() if isinstance(value, Tensor) and not value.dim()}
+
     def _find_places(self) -> dict[str, Callable[[], Stored]]:
         """Name of each tensor -> how to open it."""
         shared = shared_parameters_of(self._model_states)  # [Note: the owner counts]
@@ -199,7 +207,7 @@ class UniversalSource:
                 places[module_tensor(name)] = partial(self._open_file, name, MASTER_FILE)
                 continue
             places[master_tensor(name)] = partial(self._open_file, name, MASTER_FILE)
-            for file in files - {MASTER_FILE, STEP_FILE}:
+            for file in files - {MASTER_FILE, *self._number_files}:
                 places[optimizer_tensor(name, file.removesuffix(".pt"))] = partial(self._open_file, name, file)
         lacking = [name for name in self._shapes if name not in shared and master_tensor(name) not in places]
         if lacking:
@@ -276,13 +284,11 @@ class UniversalSource:
         return self._stored.get("param_groups") or inner.get("param_groups") or []
 
     def _optimizer_state(self) -> OptimizerState:
-        common = _common_step(self._stored.get("optimizer_state_dict") or {}, self._param_groups)
-        steps = {name: self._step(name, common) for name in self._trained()}
         return {
             "name": None,
             "groups": plain_groups(self._param_groups),
             "members": self._members(),
-            "scalars": {name: {"step": step} for name, step in steps.items() if step is not None},
+            "scalars": {name: numbers for name in self._trained() if (numbers := self._numbers(name))},
         }
 
     def _members(self) -> list[list[str]]:
@@ -292,12 +298,13 @@ class UniversalSource:
     def _trained(self) -> list[str]:
         return [name.removeprefix(master_tensor("")) for name in self.names(master_tensor(""))]
 
-    def _step(self, parameter: str, common: float | None) -> float | None:
-        path = self.folder / UNIVERSAL_FOLDER / parameter / STEP_FILE
-        if not path.is_file():
-            return common
-        value = load_archive(path, mmap=False)
-        return float(value["param"] if isinstance(value, Mapping) else value)
+    def _numbers(self, parameter: str) -> dict[str, float]:
+        common = _common_step(self._stored.get("optimizer_state_dict") or {}, self._param_groups)
+        numbers = {} if common is None else {STEP_FILE.removesuffix(".pt"): common}
+        for file in sorted(self._number_files & self._folders[parameter]):
+            value = load_archive(self.folder / UNIVERSAL_FOLDER / parameter / file, mmap=False)
+            numbers[file.removesuffix(".pt")] = float(value["param"] if isinstance(value, Mapping) else value)
+        return numbers
 
 
 def _of_one_kind(files: list[ModelFile]) -> list[ModelFile]:

@@ -88,6 +88,15 @@ def test_what_we_write_we_read_with_every_tensor_and_the_state(tmp_path: Path, s
     assert (tmp_path / "out" / "latest_universal").read_text() == "u"
 
 
+def test_numbers_of_the_optimizer_beside_the_step_come_back(tmp_path: Path) -> None:
+    source = ours(tmp_path)
+    scalars = source.state["optimizer"]["scalars"]  # type: ignore[index]
+    for numbers in scalars.values():
+        numbers |= {"mu_product": 0.75, "zenflow_updates": 7}
+    write_universal(source, tmp_path / "universal")
+    assert opened(tmp_path / "universal").state["optimizer"]["scalars"] == scalars  # type: ignore[index]
+
+
 def test_a_moving_loss_scale_comes_back(tmp_path: Path) -> None:
     config = {"fp16": {"enabled": True}, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 2}}
     write_universal(ours(tmp_path, loss_scaler=SCALED, ds_config=config), tmp_path / "u")
