@@ -1,6 +1,6 @@
 """The picture of docs/guide/elastic.md: three hosts, one killed without a word, booted again later, against one process.
 
-    python -m benchmarks.elastic_hosts [--out docs/guide/elastic.svg]
+    python -m benchmarks.elastic_hosts [--out docs/guide/elastic.png]
 
 Needs root (hosts out of namespaces, tests/support/hosts.py) and matplotlib. Takes about two minutes.
 """
@@ -102,12 +102,12 @@ def draw(alone: Records, elastic: Records, done: dict[str, float], out: Path) ->
     progress.set(xlabel="seconds since the first step", ylabel="step")
     for axes in (loss, progress):
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(out)
+    figure.savefig(out, dpi=90)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("docs/guide/elastic.svg"))
+    parser.add_argument("--out", type=Path, default=Path("docs/guide/elastic.png"))
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, hosts(3, slots=1) as cluster:
         folder = Path(name)

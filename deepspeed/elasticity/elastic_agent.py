@@ -38,7 +38,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from deepspeed.common.logging import get_logger
 from deepspeed.elasticity.membership import Ended, Membership, Store, View, read_ended
-from deepspeed.elasticity.policy import LOST_SECONDS, Action, Attempts, MemberState, Seen, decide
+from deepspeed.elasticity.policy import CUT_OFF_SECONDS, LOST_SECONDS, Action, Attempts, MemberState, Seen, decide
 from deepspeed.errors import LaunchError
 
 __all__ = ["DSElasticAgent", "JobOverError", "place_of"]
@@ -161,8 +161,8 @@ class DSElasticAgent(LocalElasticAgent):
         while True:
             self._pause()
             view, now = members.view(), time.monotonic()
-            if view.fault or members.seconds_old() > LOST_SECONDS:
-                raise _store_lost(view.fault or f"it has not answered for {LOST_SECONDS:g} s")
+            if view.fault or members.seconds_old() > CUT_OFF_SECONDS:
+                raise _store_lost(view.fault or f"it has not answered for {CUT_OFF_SECONDS:g} s")
             if own is MemberState.RUNNING:
                 result = self._monitor_workers(group)
                 group.state = result.state

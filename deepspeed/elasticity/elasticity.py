@@ -12,14 +12,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from deepspeed.common.logging import get_logger
+from deepspeed.common.logging import log_dist
 from deepspeed.config.elastic_batch import ElasticBatch, elastic_batch, elastic_sizes
 from deepspeed.elasticity.config import ElasticityConfig
 from deepspeed.errors import ElasticityConfigError, ElasticityError
 
 __all__ = ["compute_elastic_config", "elasticity_enabled", "ensure_immutable_elastic_config"]
-
-logger = get_logger(__name__)
 
 SCHEDULER_VARIABLE = "DEEPSPEED_ELASTICITY_CONFIG"
 """JSON of the block that a scheduler scales the job by."""
@@ -103,7 +101,7 @@ def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, An
     """
     text = os.environ.get(SCHEDULER_VARIABLE)
     if text is None:
-        logger.info("%s is not set: nothing says by which counts a scheduler scales this job", SCHEDULER_VARIABLE)
+        log_dist(f"{SCHEDULER_VARIABLE} is not set: nothing says by which counts a scheduler scales this job")
         return
     try:
         told = json.loads(text)

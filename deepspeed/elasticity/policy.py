@@ -18,10 +18,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["CALM_SECONDS", "LOST_SECONDS", "Action", "Attempts", "MemberState", "Seen", "decide"]
+__all__ = ["CALM_SECONDS", "CUT_OFF_SECONDS", "LOST_SECONDS", "Action", "Attempts", "MemberState", "Seen", "decide"]
 
 LOST_SECONDS = 5.0
 """A host that is silent for so long is lost."""
+
+CUT_OFF_SECONDS = 7.0
+"""A host that has not reached the store for so long gives itself up; by then the others have."""
 
 CALM_SECONDS = 600.0
 """A run of so long starts the count of failures anew."""

@@ -61,7 +61,8 @@ _JOIN_SECONDS = 600
 _STORE_SECONDS = 10
 _PAUSE_SECONDS = 0.25
 _PRESENT, _BEGUN, _ROUNDS, _RESTARTS = (f"deepspeed/{name}" for name in ("present", "begun", "rounds", "restarts"))
-_OWN_NAMES = (TOKEN_NAME, "TORCH_CPP_LOG_LEVEL")
+_OWN_STORE_NAME = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+_OWN_NAMES = (TOKEN_NAME, "TORCH_CPP_LOG_LEVEL", _OWN_STORE_NAME)
 """Variables of this process that are not for ranks."""
 
 
@@ -83,7 +84,7 @@ def run(args: argparse.Namespace, seat: Seat) -> int:
     Raises:
         LaunchError: the job cannot be met, or ranks cannot be started as asked.
     """
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # ranks of a new round would meet left-overs of the old one
+    os.environ[_OWN_STORE_NAME] = "1"  # else ranks of a new round would meet left-overs of the old one
     signums = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     with SignalInbox(*signums) as inbox, adopting_orphans(), pid_file(args.save_pid):
         status = _run(args, seat, inbox)

@@ -42,6 +42,10 @@ def test_a_world_size_gives_the_micro_batch_too(asked: dict[str, bool]) -> None:
     assert compute_elastic_config(config(), VERSION, world_size=60, **asked)[::2] == (1680, 4)
 
 
+def test_a_common_multiple_above_the_limit_is_no_batch() -> None:
+    assert compute_elastic_config(config(max_train_batch_size=100, micro_batch_sizes=[8, 10, 12]), VERSION)[0] == 96
+
+
 def test_a_world_size_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ElasticityIncompatibleWorldSize):
         compute_elastic_config(config(), VERSION, world_size=64)
