@@ -3,8 +3,8 @@
     deepspeed --elastic_training -H hostfile train.py --run runs/a        three hosts; end one, start it again
     deepspeed --num_gpus 2 train.py --run runs/a                          or by hand, on whatever there is
 
-Each step's loss, ranks and samples go to `<run>/steps.jsonl`, which `plot.py` draws. The data are numbers made here, so that
-the example needs nothing; the model computes in fp64, so that the losses of any number of ranks can be compared.
+Each step's loss, ranks and samples go to `<run>/steps.jsonl`; `benchmarks/elastic_hosts.py` draws them. The data are made
+here, so that the example needs nothing, and the model computes in fp64, so that losses of any number of ranks compare.
 """
 
 from __future__ import annotations
