@@ -8,12 +8,14 @@
 #
 # PYTHON=python3.12 chooses the interpreter of a new .venv. PIP_ARGS goes to pip, for example
 # PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu" for the small torch on a machine without GPUs.
-# PYTEST_ARGS goes to pytest. "-n 2" takes two thirds of the time on two busy cores, but tests then share them with the
-# ranks of other tests, and those that measure or wait for processes get noisy; so it is not the default.
+# PYTEST_ARGS goes to pytest. WORKERS tests run side by side, but those marked `alone`; WORKERS=0 for one after the other.
 
 PYTHON ?= python3
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+WORKERS ?= 2
+# Files stay whole, for what their tests share, and are begun in the order of `testpaths`.
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 BIN := .venv/bin
 READY := .venv/.ready
 
@@ -27,12 +29,12 @@ train: $(READY)
 
 test: export OMP_NUM_THREADS := 1
 test: $(READY)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(PYTEST)
 
 test-twins: export OMP_NUM_THREADS := 1
 test-twins: export DS_NATIVE := 0
 test-twins: $(READY)
-	$(BIN)/python -m pytest $(PYTEST_ARGS) $(TWIN_TESTS) --ignore tests/unit/ops/device
+	$(PYTEST) $(TWIN_TESTS) --ignore tests/unit/ops/device
 
 lint: lint-style lint-types lint-layers lint-spelling
 

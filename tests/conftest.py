@@ -9,9 +9,11 @@ import importlib
 import os
 import random
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -19,12 +21,36 @@ import pytest
 from hypothesis import settings
 
 from tests.support.ranks import helper_pids
+from tests.support.turns import turn
 
 _LEAVE_SECONDS = 2.0  # for threads and processes that were told to end and need a moment
 
 
 settings.register_profile("ours", deadline=None)  # the first example may pay for an import; time is no property here
 settings.load_profile("ours")
+
+
+_TURNS = pytest.StashKey[str]()  # folder in which the workers of a run take turns
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a worker where it takes turns with the others."""
+    if _TURNS not in node.config.stash:
+        folder = tempfile.TemporaryDirectory(prefix="tests-turns-")
+        node.config.add_cleanup(folder.cleanup)
+        node.config.stash[_TURNS] = folder.name
+    node.workerinput["turns"] = node.config.stash[_TURNS]
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Around a test with its fixtures, those of its module included: its turn."""
+    told = getattr(item.config, "workerinput", None)
+    if told is None:
+        return (yield)
+    with turn(Path(told["turns"]), alone=item.get_closest_marker("alone") is not None):
+        return (yield)
 
 
 @pytest.fixture(autouse=True)

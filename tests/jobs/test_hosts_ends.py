@@ -12,6 +12,8 @@ from tests.support.host_failures import FAILURES, Failure, Outcome, break_job
 from tests.support.hosts import Hosts, hosts
 from tests.support.slurm import Slurm, slurm
 
+pytestmark = pytest.mark.alone  # limits of seconds
+
 _PROGRAMS = {"pdsh": "pdsh", "openmpi": "mpirun.openmpi", "mpich": "mpirun.mpich"}
 _OVER_SLURM = [each for each in FAILURES if "slurm" in each.launchers]
 _OVER_OTHERS = [(name, each) for each in FAILURES for name in each.launchers if name != "slurm"]

@@ -16,6 +16,8 @@ import pytest
 
 from tests.support.launching import GONE_SECONDS, Job, ignore, run_job, wait_until
 
+pytestmark = pytest.mark.alone  # limits of seconds
+
 # A rank that waits for its end, with everything that makes ending it hard: helpers in its group, in a group of their own,
 # in a session of their own, and one whose parent is gone. `STUBBORN` ranks ignore requests to end.
 WAIT = """

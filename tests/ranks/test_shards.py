@@ -320,6 +320,7 @@ _DOING = {
 }
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("how", ["kill", "raise"])
 @pytest.mark.parametrize("where", ["reduce", "gather", "update"])
 def test_a_rank_that_dies_is_named_within_a_second_by_all_others(where: str, how: str, tmp_path: Path) -> None:

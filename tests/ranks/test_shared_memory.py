@@ -297,6 +297,7 @@ def _one_rank_dies(rank: int, world_size: int, how: str, folder: str) -> None:
             return
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("how", ["kill", "exit", "raise"])
 def test_a_rank_that_dies_is_named_within_a_second_by_all_others(how: str, tmp_path: Path) -> None:
     with pytest.raises(RanksFailed) as caught:

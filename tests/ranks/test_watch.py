@@ -18,6 +18,8 @@ from deepspeed.comm.world import current_world
 from deepspeed.errors import CommError
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.alone  # limits of seconds
+
 LIMIT_SECONDS = 0.8
 ENV = {"DEEPSPEED_WATCH_SECONDS": str(LIMIT_SECONDS)}
 

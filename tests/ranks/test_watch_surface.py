@@ -8,12 +8,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 from deepspeed import comm
 from deepspeed.comm.watch import WATCH
 from deepspeed.comm.world import current_world
 from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.alone  # limits of seconds
 
 ENV = {"DEEPSPEED_WATCH_SECONDS": "20"}
 

@@ -12,6 +12,8 @@ import pytest
 from deepspeed.launcher.processes import SignalInbox, adopting_orphans, descendants, end_processes, start_process
 from tests.support.ranks import helper_pids
 
+pytestmark = pytest.mark.alone  # limits of seconds
+
 
 def test_signals_wait_in_the_inbox_and_handlers_come_back() -> None:
     before = signal.getsignal(signal.SIGUSR1)
