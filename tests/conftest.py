@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 import random
+import signal
 import sys
 import tempfile
 import threading
@@ -28,6 +29,13 @@ _LEAVE_SECONDS = 2.0  # for threads and processes that were told to end and need
 
 settings.register_profile("ours", deadline=None)  # the first example may pay for an import; time is no property here
 settings.load_profile("ours")
+
+
+def pytest_configure() -> None:
+    """Let the jobs of tests hear the signals that ask them to end: ignoring is inherited, from `nohup`, `&` and xdist."""
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(signum) is signal.SIG_IGN:
+            signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
 
 
 _TURNS = pytest.StashKey[str]()  # folder in which the workers of a run take turns
