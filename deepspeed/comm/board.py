@@ -177,6 +177,7 @@ class Peers:
         self.size = len(ranks)
         self.patience = patience
         self._processes = processes
+        WATCH.know_neighbours(dict(zip(ranks, processes, strict=True)))
         self._rank = rank
         self._ranks = ranks
         self._noun = noun

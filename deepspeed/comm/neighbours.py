@@ -1,6 +1,7 @@
 """The other ranks of this host, as the kernel sees them: has one died, has a signal stopped one?
 
     every rank --(machine, rank, process)--> the group's store --> who is here --> /proc/<pid>/stat, while one waits
+    ranks that share memory know each other's processes from the start ---^
 
 A rank that is slow cannot be told from one that never comes; one that the kernel has stopped can, where its process can be
 seen. What stops all ranks for a while (a suspended job, a paused container) is no fault: a look that comes late itself
@@ -14,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from deepspeed.comm.patience import ProcessIdentity, known_host_identity
@@ -39,6 +40,7 @@ class Neighbours:
         self._rank = rank
         self._clock = clock
         self._known: dict[int, ProcessIdentity] = {}
+        self._learned = 0
         self._stopped_since: dict[int, float] = {}
         self._looked = float("-inf")
         self._key = f"machine {hashlib.blake2b(known_host_identity().encode(), digest_size=8).hexdigest()}"
@@ -53,9 +55,14 @@ class Neighbours:
         """Take in who has introduced itself since."""
         if not known_host_identity():
             return
-        for number in range(len(self._known) + 1, store.add(self._key, 0) + 1):
+        for number in range(self._learned + 1, store.add(self._key, 0) + 1):
             rank, pid, ticks = map(int, store.get(f"{self._key} {number}").split())
-            self._known[rank] = ProcessIdentity(pid, ticks)
+            self.know({rank: ProcessIdentity(pid, ticks)})
+            self._learned = number
+
+    def know(self, processes: Mapping[int, ProcessIdentity]) -> None:
+        """Take in ranks of this machine that somebody else knows: a store may be stopped before it has told all."""
+        self._known.update(processes)
 
     def dead(self, ranks: Sequence[int]) -> list[int]:
         """Those of `ranks` whose process is known to be gone."""

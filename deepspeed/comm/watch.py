@@ -40,7 +40,7 @@ from __future__ import annotations
 import atexit
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from time import monotonic, sleep
@@ -58,6 +58,7 @@ from deepspeed.comm.failures import WHERE_TO_LOOK
 from deepspeed.comm.ledger import Channel, Ledger, Wait
 from deepspeed.comm.meeting import Meeting
 from deepspeed.comm.neighbours import Neighbours
+from deepspeed.comm.patience import ProcessIdentity
 from deepspeed.common.logging import get_logger
 from deepspeed.errors import CommError
 
@@ -127,6 +128,10 @@ class Watch:
         self._thread.start()
         atexit.unregister(self.stop)
         atexit.register(self.stop)
+
+    def know_neighbours(self, processes: Mapping[int, ProcessIdentity]) -> None:
+        """Take in the processes of ranks (global) that share this host's memory."""
+        self._neighbours.know(processes)
 
     def stop(self) -> None:
         """Stop watching, and tell ranks that still wait that this one has ended. Not collective."""

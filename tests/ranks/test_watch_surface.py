@@ -50,7 +50,7 @@ CALLS: dict[str, Callable[[int], Any]] = {
     "broadcast_object_list": lambda rank: comm.broadcast_object_list([rank], 1),
     "gather": lambda rank: comm.gather(_four(), _pair() if rank == 0 else None, 0),
     "inference_all_reduce": lambda rank: comm.inference_all_reduce(_four()),
-    "initialize_mesh_device": lambda rank: comm.initialize_mesh_device((2, 1), ("one", "two")),
+    "initialize_mesh_device": lambda rank: comm.initialize_mesh_device((2, 2), ("one", "two")),
     "irecv": lambda rank: comm.irecv(_four(), 1).wait() if rank == 0 else comm.send(_four(), 0),
     "isend": lambda rank: comm.isend(torch.ones(1 << 22), 1).wait() if rank == 0 else comm.recv(torch.ones(1 << 22), 0),
     "monitored_barrier": lambda rank: comm.monitored_barrier(),
@@ -84,14 +84,15 @@ def test_the_list_of_calls_is_whole() -> None:
     assert functions == {*CALLS, *MEET_NOBODY, *JOINS}
 
 
-def _waits(rank: int, _world_size: int) -> list[str]:
-    """Rank 0 makes each call at once, rank 1 when rank 0 has been seen to wait; names the calls that were not followed."""
+def _waits(rank: int, _world_size: int, names: list[str]) -> list[str]:
+    """Rank 0 makes each call at once, the others when it has been seen to wait; names the calls that were not followed."""
     current_world()
     store = WATCH._store()
     assert store is not None
     for _ in range(2):
         comm.barrier()
-    lacking, checks = [], [0]
+    lacking: list[str] = []
+    checks = [0]
     check = WATCH.check
 
     def counted() -> None:
@@ -99,8 +100,9 @@ def _waits(rank: int, _world_size: int) -> list[str]:
         check()
 
     WATCH.check = counted  # type: ignore[method-assign]
-    for name, call in CALLS.items():
-        if rank == 1:
+    for name in names:
+        call = CALLS[name]
+        if rank != 0:
             store.wait([f"seen {name}"])
             call(rank)
             continue
@@ -113,7 +115,7 @@ def _waits(rank: int, _world_size: int) -> list[str]:
 
 
 def _announce(store: Any, name: str, checks: list[int], lacking: list[str]) -> None:
-    """Let rank 1 go on once the call waits and looks for a verdict again and again; note it when it does not in 3 s."""
+    """Let the others go on once the call waits and looks for a verdict again and again; note it when it does not in 3 s."""
     deadline = time.monotonic() + 3
     while time.monotonic() < deadline:
         before = checks[0]
@@ -126,4 +128,9 @@ def _announce(store: Any, name: str, checks: list[int], lacking: list[str]) -> N
 
 
 def test_every_call_is_seen_to_wait_and_looks_for_a_verdict() -> None:
-    assert run_ranks(_waits, 2, env=ENV)[0] == []
+    assert run_ranks(_waits, 2, [name for name in CALLS if name != "initialize_mesh_device"], env=ENV)[0] == []
+
+
+def test_the_making_of_a_mesh_is_seen_to_wait() -> None:
+    # Four ranks: where a dimension has one rank or all of them, torch makes no group, and nobody waits.
+    assert run_ranks(_waits, 4, ["initialize_mesh_device"], env=ENV)[0] == []

@@ -83,3 +83,13 @@ def test_a_dead_rank_is_known_and_only_among_those_asked_about(child: subprocess
     child.communicate()
     assert neighbours.dead([0, 1, 2]) == [1]
     assert neighbours.dead([0, 2]) == []
+
+
+def test_ranks_that_share_memory_are_known_without_the_store(child: subprocess.Popen[bytes]) -> None:
+    clock = Clock()
+    neighbours = Neighbours(0, clock)
+    identity = ProcessIdentity.of(child.pid)
+    assert identity is not None
+    neighbours.know({1: identity})
+    _stop(child)
+    assert f"rank 1 (process {child.pid})" in _looks(neighbours, clock, 5)
