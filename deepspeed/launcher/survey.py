@@ -12,10 +12,12 @@ less the middle of the exchange here, is known to half of the exchange's length.
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import shlex
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -94,30 +96,47 @@ def survey(hosts: Sequence[str], questions: str, *, ssh_port: int | None = None,
 
 
 def _ask(host: str, argv: Sequence[str]) -> Answer:
-    try:
-        process = subprocess.Popen(
-            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
-        )
-    except FileNotFoundError:
-        return Answer(host, status=127, trouble="there is no ssh on this machine: apt-get install openssh-client")
-    limit = threading.Timer(_LIMIT_SECONDS, process.kill)
-    limit.start()
-    try:
-        exchanges = [_exchange(process) for _ in range(_EXCHANGES)]
-        output, errors = process.communicate()
-    except (OSError, ValueError):  # it ended before it answered
-        process.stdin = None
-        output, errors = process.communicate()
-        exchanges = []
-    finally:
-        limit.cancel()
+    with tempfile.TemporaryFile("w+", errors="replace") as told:  # a pipe could fill up while the other one is read
+        try:
+            process = subprocess.Popen(
+                argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=told, text=True, errors="replace"
+            )
+        except FileNotFoundError:
+            return Answer(host, status=127, trouble="there is no ssh on this machine: apt-get install openssh-client")
+        limit = threading.Timer(_LIMIT_SECONDS, process.kill)
+        limit.start()
+        try:
+            exchanges, output = _conversation(process)
+        finally:
+            limit.cancel()
+        told.seek(0)
+        why = told.read().strip().splitlines()
     lines = output.strip().splitlines()
     if process.returncode or not exchanges or not lines:
-        why = errors.strip().splitlines()
         silence = "no answer within a minute" if process.returncode == -9 else f"exit status {process.returncode}"
         return Answer(host, status=process.returncode or 1, trouble=why[-1] if why else silence)
     length, skew = min(exchanges)
     return Answer(host, json.loads(lines[-1]), skew, length / 2)
+
+
+def _conversation(process: subprocess.Popen[str]) -> tuple[list[tuple[float, float]], str]:
+    """The exchanges, none where it ended before them, and what it says after them. Waits for its end.
+
+    All its output is read through one buffer: `communicate` would miss what came together with a line read before.
+    """
+    assert process.stdin is not None  # pipes, as asked for
+    assert process.stdout is not None
+    with process.stdout:
+        try:
+            exchanges = [_exchange(process) for _ in range(_EXCHANGES)]
+            process.stdin.close()
+        except (OSError, ValueError):  # it ended before it answered
+            exchanges = []
+        output = process.stdout.read()
+    with contextlib.suppress(OSError):  # what was not sent has nobody to read it
+        process.stdin.close()
+    process.wait()
+    return exchanges, output
 
 
 def _exchange(process: subprocess.Popen[str]) -> tuple[float, float]:

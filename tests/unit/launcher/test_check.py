@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,16 @@ def test_questions_reach_a_host_whatever_its_folder_is_called(tmp_path: Path) ->
     (answer,) = survey.survey(["localhost"], questions, folder=str(folder))
     assert answer.facts == {"folder": str(folder)}
     assert abs(answer.skew_seconds) <= answer.skew_error_seconds + 0.05, "it is the same clock"
+
+
+def test_an_answer_that_comes_together_with_the_clock_is_heard() -> None:
+    hasty = "import sys; print('1.0\\n' * 5 + '{\"a\": 1}', flush=True); sys.stdin.read()"
+    assert survey._ask("node1", [sys.executable, "-c", hasty]).facts == {"a": 1}
+
+
+def test_a_host_that_says_much_is_heard_to_the_end() -> None:
+    much = "import sys; sys.stderr.write('warning ' * 100_000); print('1.0\\n' * 5 + '{\"a\": 1}'); sys.stdin.read()"
+    assert survey._ask("node1", [sys.executable, "-c", much]).facts == {"a": 1}
 
 
 def test_a_host_whose_answer_fails_is_told_in_its_own_words(tmp_path: Path) -> None:
