@@ -57,6 +57,14 @@ class CommError(DeepSpeedError, RuntimeError):
     """Ranks could not meet: no process group, a late or dead peer, or ranks that do different things."""
 
 
+class PipelineError(DeepSpeedError, RuntimeError):
+    """A pipeline cannot be built as asked, was called in a way it has no meaning for, or one of its stages failed."""
+
+
+class PipelineDataEndedError(PipelineError, StopIteration):
+    """The iterator ended before it gave all micro-batches of a batch. Also a StopIteration, which loops over data catch."""
+
+
 class CheckpointError(DeepSpeedError, RuntimeError):
     """A checkpoint cannot be written or read."""
 
