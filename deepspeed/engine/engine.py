@@ -212,7 +212,7 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, SavingMembers, LoadingMem
         parts.report.timers(STEP).stop()
         parts.report.mark("after step")
         self._report()
-        parts.saver.at_boundary(lambda: self._pieces(exclude_frozen=False))
+        parts.checkpointing.saver.at_boundary(lambda: self._pieces(exclude_frozen=False))
         if self._config.disable_python_gc and self.global_steps % _GC_EVERY_STEPS == 0:
             self.collect_python_gc()
 
@@ -351,7 +351,7 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, SavingMembers, LoadingMem
             CheckpointError: that save failed; the engine is taken apart all the same.
         """
         try:
-            self._parts.saver.close()
+            self._parts.checkpointing.saver.close()
         finally:
             self._take_apart()
 

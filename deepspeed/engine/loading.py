@@ -83,7 +83,7 @@ class LoadingMembers:
             CheckpointDamagedError: a file differs from what was written; nothing was loaded.
             CheckpointError: names or shapes do not fit; or the last save had failed in the background. Nothing was loaded.
         """
-        self._parts.saver.wait()
+        self._parts.checkpointing.saver.wait()
         opened = self._open(Path(load_dir), None if tag is None else str(tag))
         if opened is None:
             hint = hint_for(load_dir)
@@ -142,8 +142,8 @@ class LoadingMembers:
         """Find the checkpoint that is meant, on this node's disk, in the tiers, or in `load_dir`, and open it there."""
         rank, world_size = self._parts.mesh.rank, self._parts.mesh.world_size
         ranks, universal = ranks_of(rank, world_size), self._config.checkpoint.load_universal
-        if self._parts.nodes is not None and not universal:
-            source = open_on_nodes(load_dir, tag, ranks, self._parts.nodes)
+        if self._parts.checkpointing.nodes is not None and not universal:
+            source = open_on_nodes(load_dir, tag, ranks, self._parts.checkpointing.nodes)
             return None if source is None else (load_dir, source)
         places = load_places(self._config.nebula)
         if places:

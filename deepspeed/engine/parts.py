@@ -13,13 +13,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from deepspeed.checkpoint.save.background import Saver
-from deepspeed.checkpoint.save.engines import CheckpointEngine
-from deepspeed.checkpoint.save.nodes import Nodes, NodeShares
-from deepspeed.checkpoint.save.write_share import WriteShares
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.batch import BatchSizes
 from deepspeed.engine.accumulation import Accumulation
+from deepspeed.engine.checkpointing import Checkpointing
 from deepspeed.engine.loss_guard import LossGuard
 from deepspeed.engine.partition import Partition
 from deepspeed.engine.report import StepReport
@@ -43,18 +40,7 @@ class EngineParts:
     report: StepReport
     communication_data_type: torch.dtype
     partition: Partition
-    saver: Saver
-    """Writes checkpoints, in the foreground or behind training."""
-
-    checkpoint_engine: CheckpointEngine
-    """Says where the bytes of checkpoints go."""
-
-    write_shares: WriteShares | NodeShares
-    """How ranks that hold the same values share in writing them."""
-
-    nodes: Nodes | None
-    """Where the ranks run, if every node saves to its own disk and loads from it."""
-
+    checkpointing: Checkpointing
     coordinator: ParameterCoordinator | None = None
     """Gathers and releases sharded parameters; None where there are none."""
 

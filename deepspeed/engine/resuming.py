@@ -72,7 +72,7 @@ def _places(engine: DeepSpeedEngine, folder: Path) -> list[_Place]:
     def look(_: object) -> list[Any]:
         return [list(place) for place in _tags(folders, prefers_universal=config.checkpoint.load_universal)]
 
-    if engine._parts.nodes is not None:
+    if engine._parts.checkpointing.nodes is not None:
         held = together(ranks, lambda: any(newest_first(folder)), any)
         return [(str(folder), None)] if held else []
     found = cast("Sequence[Sequence[str]]", together(ranks, lambda: None, look))

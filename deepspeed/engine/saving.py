@@ -107,7 +107,7 @@ class SavingMembers:
             lambda: [tag, self._own_scalars()],
             self._complete,
         )
-        self._parts.saver.save(Path(save_dir), tag, content, save_latest=save_latest)
+        self._parts.checkpointing.saver.save(Path(save_dir), tag, content, save_latest=save_latest)
         return True
 
     def wait_for_checkpoint(self) -> None:
@@ -116,21 +116,20 @@ class SavingMembers:
         Raises:
             CheckpointError: on all ranks alike, the save failed; said once. What was on the disk before it is intact.
         """
-        self._parts.saver.wait()
+        self._parts.checkpointing.saver.wait()
 
     @property
     def checkpoint_engine(self) -> CheckpointEngine:
         """What says where the bytes of checkpoints go; another may be assigned (see `checkpoint.save.engines`)."""
-        return self._parts.checkpoint_engine
+        return self._parts.checkpointing.engine
 
     @checkpoint_engine.setter
     def checkpoint_engine(self, value: CheckpointEngine) -> None:
-        value.wait_for_save = self._parts.saver.wait
-        self._parts.checkpoint_engine = self._parts.saver.owner = value
+        self._parts.checkpointing.replace_engine(value)
 
     def _pieces(self, exclude_frozen: bool) -> Iterator[Piece]:
         partition = self._parts.partition
-        share = self._parts.write_shares.of(partition.replica_axis.ranks)
+        share = self._parts.checkpointing.write_shares.of(partition.replica_axis.ranks)
         managed = {member.name for flat in partition.flats for member in flat.members}
         for flat in partition.flats:
             if not (exclude_frozen and not flat.kind.is_trained) and share.part is not None:
@@ -139,7 +138,7 @@ class SavingMembers:
             for piece in state_pieces(self.optimizer.master, share.parts, share.part):
                 name = names.optimizer_tensor(piece.member.name, piece.key)
                 yield Piece(name, tuple(piece.shape), piece.start, piece.values)
-        share = self._parts.write_shares.of(self._parts.mesh.data_parallel.ranks)
+        share = self._parts.checkpointing.write_shares.of(self._parts.mesh.data_parallel.ranks)
         others = unmanaged_parameters(self.module, managed, exclude_frozen=exclude_frozen)
         for number, (name, param) in enumerate(others):
             if number % share.parts == share.part:

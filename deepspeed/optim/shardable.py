@@ -8,7 +8,7 @@
 
 Two classes suit no engine at any stage, because of how they are called: see `_UNUSABLE`.
 
-Not here: the ranges (`zero.master`), what an optimizer computes (`deepspeed.ops`). Called by `engine.build`.
+Not here: the ranges (`zero.master`), what an optimizer computes (`deepspeed.ops`). Called by `engine.basic_optimizer`.
 """
 
 from __future__ import annotations

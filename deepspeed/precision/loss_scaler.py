@@ -10,7 +10,7 @@
 
 Source: mixed precision training (arXiv:1710.03740), section 3.2, with hysteresis.
 
-Not here: putting the scale on a loss (`engine.loss_guard`), finding overflows (`zero.norm`). Built by `engine.build`,
+Not here: putting the scale on a loss (`engine.loss_guard`), finding overflows (`zero.norm`). Built by `engine.terms`,
 updated by `zero.optimizer`.
 """
 

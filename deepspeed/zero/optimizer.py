@@ -8,7 +8,7 @@ It looks like the torch optimizer it wraps (`param_groups`, `state`, `defaults`,
 and change rates; but the engine alone may step it.
 
 Does not live here: the mean (`zero.reducer`), the walk (`zero.master`), when to step (`engine.engine`, which calls it).
-Built by `engine.build`.
+Built by `engine.training`.
 """
 
 from __future__ import annotations

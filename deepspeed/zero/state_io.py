@@ -4,7 +4,7 @@
     by name         exp_avg of p3, p2, p1, p0: tensors in the parameter's shape      step: one number per parameter
 
 Tensors of a slice's size are cut at parameters; everything else ("scalars") is kept once per parameter. The names make state
-independent of layout, world size and sub-group size. Callers: `engine.saving`, `engine.loading`, `engine.build` (a client's
+independent of layout, world size and sub-group size. Callers: `engine.saving`, `engine.loading`, `engine.training` (of an
 optimizer that comes with state), `zero.optimizer` (which hands it back), `zero.access`.
 """
 

@@ -13,7 +13,7 @@ one pass over gradients, less than the copies that a way back would need.)
 
 Where the optimizer has no kernel for one pass (double precision) the caller makes the whole update.
 
-Does not live here: the thread (`common.worker`), the update of one batch (`zero.master`). Built by `engine.build`.
+Does not live here: the thread (`common.worker`), the update of one batch (`zero.master`). Built by `engine.training`.
 
 Sources: SuperOffload (arXiv:2509.21271); the split by `ratio` is Twin-Flow of ZeRO-Offload++.
 """

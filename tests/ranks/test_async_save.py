@@ -90,7 +90,7 @@ def _save_at_once_and_behind(rank: int, world_size: int, folder: str, stage: int
         engine.save_checkpoint(folder, tag=tag, client_state={"note": note})
         note.fill_(len(weights))
         weights.append(train(engine, data[2:], rank).weights)
-        assert engine._parts.saver.is_writing == (tag == "behind")
+        assert engine._parts.checkpointing.saver.is_writing == (tag == "behind")
         gated.gate.set()
         engine.wait_for_checkpoint()
         engine.destroy()
@@ -160,7 +160,7 @@ def _refuse_state(rank: int, world_size: int, folder: str) -> None:
     engine = _engine(world_size, async_save=True)
     with pytest.raises(CheckpointError, match=r"rank 0: .*client_state\['thing'\]"):
         engine.save_checkpoint(folder, tag="t", client_state={"thing": object()})
-    assert not engine._parts.saver.is_writing
+    assert not engine._parts.checkpointing.saver.is_writing
     engine.destroy()
 
 
@@ -220,7 +220,7 @@ def _take_the_group_down(rank: int, world_size: int, folder: str) -> None:
     comm.destroy_process_group()
     gated.gate.set()
     engine.wait_for_checkpoint()
-    engine._parts.saver.close()
+    engine._parts.checkpointing.saver.close()
 
 
 def test_a_save_outlives_the_default_process_group(tmp_path: Path) -> None:

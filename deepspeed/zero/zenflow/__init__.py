@@ -6,7 +6,7 @@
     moments    state that changes hands when a column is chosen or dropped
     weights    the update itself: a `zero.master.MasterWeights` with this schedule
 
-docs/adr/0012-zenflow.md says what was decided and why; docs/guide/zenflow.md is for users. Built by `engine.build`.
+docs/adr/0012-zenflow.md says what was decided and why; docs/guide/zenflow.md is for users. Built by `engine.training`.
 """
 
 from __future__ import annotations

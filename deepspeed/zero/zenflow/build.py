@@ -1,4 +1,4 @@
-"""ZenFlow's masters, chosen and checked. Called by `engine.build`."""
+"""ZenFlow's masters, chosen and checked. Called by `engine.training`."""
 
 from __future__ import annotations
 

@@ -1,0 +1,29 @@
+"""What `deepspeed.initialize` was asked for, resolved. Read by `engine.build` and the files it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.topology.mesh import ParallelMesh
+
+__all__ = ["EngineRequest"]
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """A model and how it is to be trained: the config is checked, the places of the ranks are known."""
+
+    module: nn.Module
+    config: DeepSpeedConfig
+    mesh: ParallelMesh
+    optimizer: Any = None
+    model_parameters: list[Any] | None = None
+    training_data: Any = None
+    lr_scheduler: Any = None
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    mpu: Any = None
