@@ -28,9 +28,10 @@ from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.arguments import config_from_args
 from deepspeed.config.load import load_config
 from deepspeed.elasticity.elasticity import ensure_immutable_elastic_config
-from deepspeed.engine.build import EngineRequest, build_engine
+from deepspeed.engine.build import build_engine
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.recording import StepRecorder
+from deepspeed.engine.request import EngineRequest
 from deepspeed.engine.resuming import resume_newest
 from deepspeed.errors import ArgumentError, UnbuiltFeatureError
 from deepspeed.launcher.verification import Verification
@@ -90,49 +91,17 @@ def initialize(
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"initialize(model={model!r}): a torch.nn.Module is needed. Pass the model to train.")
-    source = _one_config(args, config, config_params)
     verification = Verification.from_environ(os.environ)
+    source = _one_config(args, config, config_params)
     if verification is not None:
         source = verification.config(load_config(source))
-    init_distributed(
-        dist_backend=get_accelerator().communication_backend_name(),
-        distributed_port=distributed_port,
-        dist_init_required=dist_init_required,
-        verbose=False,
-    )
-    dp_world_size = mpu.get_data_parallel_world_size() if hasattr(mpu, "get_data_parallel_world_size") else get_world_size()
-    parsed = DeepSpeedConfig(source, mpu=mpu, dp_world_size=dp_world_size)
-    if parsed.elasticity.enabled:
-        ensure_immutable_elastic_config(parsed.raw["elasticity"])
-    if mesh_param is not None:
-        raise UnbuiltFeatureError(f"initialize(mesh_param={mesh_param}): sequence parallelism is not built yet. Drop it.")
-    if parsed.is_given("comms_logger"):
-        configure(deepspeed_config=parsed)
-    if parsed.log_level is not None:
-        set_log_level_from_string(parsed.log_level)
-    log_dist(f"DeepSpeed info: version={version}, world size {get_world_size()}, {get_accelerator().device_name()}")
-    mesh = ParallelMesh.build() if mpu is None else ParallelMesh.from_mpu(mpu)
-    set_current(mesh)
-    with init_suspended():  # what is built here is no part of a model that `zero.Init` shards
-        engine = build_engine(
-            EngineRequest(
-                module=model,
-                config=parsed,
-                mesh=mesh,
-                optimizer=optimizer,
-                model_parameters=None if model_parameters is None else list(model_parameters),
-                training_data=training_data,
-                lr_scheduler=lr_scheduler,
-                collate_fn=collate_fn,
-                mpu=mpu,
-            )
-        )
-    if parsed.elasticity.auto_resume is not None:
-        resume_newest(engine, parsed.elasticity.auto_resume)
-    if verification is not None and engine.optimizer is not None:
-        facts = {"stage": str(parsed.zero_optimization.stage), "ranks": str(get_world_size())}
-        file = partial(verification.file, next(_engines))
-        StepRecorder(engine, file, verification.steps, facts).start()
+    _join(distributed_port, dist_init_required)
+    parsed = _checked_config(source, mpu, mesh_param)
+    _apply_to_process(parsed)
+    parameters = None if model_parameters is None else list(model_parameters)
+    mesh = _mesh_of(mpu)
+    request = EngineRequest(model, parsed, mesh, optimizer, parameters, training_data, lr_scheduler, collate_fn, mpu)
+    engine = _start_engine(request, verification)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -146,6 +115,54 @@ def _one_config(args: Any, config: Any, config_params: Any) -> Any:
             "or --deepspeed_config on the command line."
         )
     return next(iter(found.values()))
+
+
+def _join(port: int | str, is_required: bool | None) -> None:
+    init_distributed(
+        dist_backend=get_accelerator().communication_backend_name(),
+        distributed_port=port,
+        dist_init_required=is_required,
+        verbose=False,
+    )
+
+
+def _checked_config(source: Any, mpu: Any, mesh_param: tuple[int, ...] | None) -> DeepSpeedConfig:
+    dp_world_size = mpu.get_data_parallel_world_size() if hasattr(mpu, "get_data_parallel_world_size") else get_world_size()
+    parsed = DeepSpeedConfig(source, mpu=mpu, dp_world_size=dp_world_size)
+    if parsed.elasticity.enabled:
+        ensure_immutable_elastic_config(parsed.raw["elasticity"])
+    if mesh_param is not None:
+        raise UnbuiltFeatureError(f"initialize(mesh_param={mesh_param}): sequence parallelism is not built yet. Drop it.")
+    return parsed
+
+
+def _apply_to_process(parsed: DeepSpeedConfig) -> None:
+    """What holds for all of this process, not for one engine: logging."""
+    if parsed.is_given("comms_logger"):
+        configure(deepspeed_config=parsed)
+    if parsed.log_level is not None:
+        set_log_level_from_string(parsed.log_level)
+    log_dist(f"DeepSpeed info: version={version}, world size {get_world_size()}, {get_accelerator().device_name()}")
+
+
+def _mesh_of(mpu: Any) -> ParallelMesh:
+    mesh = ParallelMesh.build() if mpu is None else ParallelMesh.from_mpu(mpu)
+    set_current(mesh)
+    return mesh
+
+
+def _start_engine(request: EngineRequest, verification: Verification | None) -> DeepSpeedEngine:
+    """Build the engine; give it what the newest checkpoint holds, and a recorder, where that is asked for."""
+    with init_suspended():  # what is built here is no part of a model that `zero.Init` shards
+        engine = build_engine(request)
+    config = request.config
+    if config.elasticity.auto_resume is not None:
+        resume_newest(engine, config.elasticity.auto_resume)
+    if verification is not None and engine.optimizer is not None:
+        facts = {"stage": str(config.zero_optimization.stage), "ranks": str(get_world_size())}
+        file = partial(verification.file, next(_engines))
+        StepRecorder(engine, file, verification.steps, facts).start()
+    return engine
 
 
 def load_ds_config(config: Any) -> Mapping[str, Any]:
