@@ -14,7 +14,6 @@ import signal
 import statistics
 import sys
 from collections.abc import Sequence
-from functools import partial
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -23,8 +22,9 @@ from rich.console import Console
 from rich.table import Table
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.errors import ArgumentError, DeepSpeedError
+from deepspeed.errors import ArgumentError
 from deepspeed.nvme.chart import Bar, bars_svg
+from deepspeed.nvme.options import TransferOptions, end_with
 from deepspeed.nvme.scratch import scratch_folders
 from deepspeed.nvme.sizes import show_nbytes, size_option
 from deepspeed.nvme.workload import ENGINES, Loop, Memory, Workload, measure
@@ -51,15 +51,10 @@ class Together(NamedTuple):
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line; an unusable one ends the process with status 2."""
-    parser = argparse.ArgumentParser(
-        prog="ds_io",
-        description="Write or read tensors and print how fast that was.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    add, flag = parser.add_argument, partial(parser.add_argument, action="store_true")
+    parser = TransferOptions("ds_io", "Write or read tensors and print how fast that was.", loops=3, gds="use_gds")
+    add, flag = parser.add_argument, parser.flag
     add("--folder", type=Path, help="folder on the disk to measure")
     add("--folder_to_device_mapping", nargs="+", metavar="PATH:ID", help="a process for each, with its folder and device")
-    add("--io_size", type=size_option, required=True, help="bytes of the tensor of each process; K, M, G work")
     add("--fast_io_size", type=size_option, default=64 << 20, help="buffer of torch_fastio")
     flag("--read", help="read; without it: write")
     add("--multi_process", type=int, default=1, help="processes for each folder")
@@ -69,10 +64,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     flag("--sequential_requests", help="wait for all blocks in flight before the next are submitted")
     flag("--validate", help="compare what was moved, within the time")
     add("--engine", choices=ENGINES, default="aio_handle", help="what moves the bytes")
-    add("--loops", type=int, default=3, help="transfers that count")
     add("--io_parallel", type=int, default=1, help="threads of each process")
-    flag("--gpu", help="the tensor lies on the device")
-    flag("--use_gds", help="GPUDirect Storage; not built yet")
     flag("--slow_bounce_buffer", help="the tensor lies in memory as torch gives it: not aligned, not locked")
     flag("--torch_legacy_save", help="torch's format before zip files")
     flag("--use_accelerator_pin_memory", help="page-locked memory of the accelerator, not our own aligned memory")
@@ -80,23 +72,16 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     flag("--include_warmup_time", help="count them too")
     flag("--different_file_each_iteration", help="a new file for each transfer")
     add("--plot", type=Path, metavar="FILE.svg", help="draw the speed of each loop")
-    options = parser.parse_args(arguments)
+    options = parser.parse(arguments)
     _check(parser, options)
     return options
 
 
-def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+def _check(parser: TransferOptions, options: argparse.Namespace) -> None:
     if (options.folder is None) == (options.folder_to_device_mapping is None):
         parser.error("give either --folder or --folder_to_device_mapping: the folder whose disk is measured")
-    for name in ("multi_process", "queue_depth", "loops", "io_parallel"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} {getattr(options, name)}: at least 1 is needed")
-    if options.warmup_loops < 0:
-        parser.error(f"--warmup_loops {options.warmup_loops}: at least 0 is needed")
-    if options.use_gds:
-        parser.error("--use_gds: not built yet in this version. Use --gpu alone: bytes go through page-locked host memory")
-    if options.gpu and get_accelerator().device_name() == "cpu":
-        parser.error("--gpu: this machine has no accelerator that torch can use. Leave it out, or install a torch for it")
+    parser.require_at_least(1, options, "multi_process", "queue_depth", "io_parallel")
+    parser.require_at_least(0, options, "warmup_loops")
     if options.torch_legacy_save and not options.engine.startswith("torch"):
         parser.error(f"--torch_legacy_save with --engine {options.engine}: it is for torch_io and torch_fastio")
 
@@ -227,24 +212,20 @@ def _title(options: argparse.Namespace, loop: Together) -> str:
     )
 
 
+def _measure_and_report(options: argparse.Namespace) -> None:
+    workload, places = workload_of(options), places_of(options)
+    needs: dict[Path, int] = {}
+    for folder, _ in places:
+        needs[folder] = needs.get(folder, 0) + workload.nbytes * workload.file_count
+    with scratch_folders(needs) as scratch:
+        owns = [(scratch[folder] / str(number), device) for number, (folder, device) in enumerate(places)]
+        for own, _ in owns:
+            own.mkdir()
+        _report(options, together(_run(workload, owns), workload.nbytes))
+
+
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command; exit with 1, and the reason on standard error, when it cannot be measured."""
     options = parse_options(arguments)
     sys.stdout.write(f"{_GREETING}\n")
-    try:
-        workload, places = workload_of(options), places_of(options)
-        needs: dict[Path, int] = {}
-        for folder, _ in places:
-            needs[folder] = needs.get(folder, 0) + workload.nbytes * workload.file_count
-        with scratch_folders(needs) as scratch:
-            owns = [(scratch[folder] / str(number), device) for number, (folder, device) in enumerate(places)]
-            for own, _ in owns:
-                own.mkdir()
-            _report(options, together(_run(workload, owns), workload.nbytes))
-    except DeepSpeedError as error:
-        sys.stderr.write(f"ds_io: {error}\n")
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.stderr.write("ds_io: interrupted; its files are removed\n")
-        sys.exit(130)
-    sys.exit(0)
+    end_with("ds_io", lambda: _measure_and_report(options), after_interrupt="its files are removed")

@@ -18,18 +18,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from deepspeed.accelerator import get_accelerator
-from deepspeed.errors import DeepSpeedError, UsageError
+from deepspeed.errors import UsageError
 from deepspeed.nvme.chart import Bar, bars_svg
+from deepspeed.nvme.options import TransferOptions, end_with
 from deepspeed.nvme.scratch import scratch_folders
-from deepspeed.nvme.sizes import show_nbytes, size_option
+from deepspeed.nvme.sizes import show_nbytes
 from deepspeed.nvme.sweep import DEFAULT_SWEEP, Point, Speed, aio_block, best, points_of, read_sweep
 from deepspeed.nvme.workload import Workload, make_tensor
 from deepspeed.ops.aio.handle import AioHandle
@@ -43,32 +42,19 @@ _FINAL_LOOPS = 3
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line; an unusable one ends the process with status 2."""
-    parser = argparse.ArgumentParser(
-        prog="ds_nvme_tune",
-        description="Try settings of the `aio` block on a disk and print the best.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    add, flag = parser.add_argument, partial(parser.add_argument, action="store_true")
+    text = "Try settings of the `aio` block on a disk and print the best."
+    parser = TransferOptions("ds_nvme_tune", text, io_size=400 << 20, loops=1, gds="gds")
+    add, flag = parser.add_argument, parser.flag
     add("--nvme_dir", nargs="+", type=Path, required=True, help="folder on the disk; several are used at once")
     add("--sweep_config", type=Path, metavar="FILE", help="JSON object of lists: block_size, queue_depth, ...")
     flag("--no_read", help="do not measure reading")
     flag("--no_write", help="do not measure writing")
-    add("--io_size", type=size_option, default=400 << 20, help="bytes of the file in each folder; K, M, G work")
-    flag("--gpu", help="the tensor lies on the device")
-    flag("--gds", help="GPUDirect Storage; not built yet")
     flag("--flush_page_cache", help="drop the system's page cache before each reading; needs root or sudo")
     add("--log_dir", type=Path, default=Path("_aio_bench_logs"), help="folder for sweep.jsonl and sweep.svg")
-    add("--loops", type=int, default=1, help="transfers of each combination; the median counts")
     flag("--verbose", help="print every combination")
-    options = parser.parse_args(arguments)
+    options = parser.parse(arguments)
     if options.no_read and options.no_write:
         parser.error("--no_read and --no_write together leave nothing to measure: leave one out")
-    if options.loops < 1:
-        parser.error(f"--loops {options.loops}: at least 1 is needed")
-    if options.gds:
-        parser.error("--gds: not built yet in this version. Use --gpu alone: bytes go through page-locked host memory")
-    if options.gpu and get_accelerator().device_name() == "cpu":
-        parser.error("--gpu: this machine has no accelerator that torch can use. Leave it out, or install a torch for it")
     return options
 
 
@@ -170,18 +156,15 @@ def _report(options: argparse.Namespace, speeds: Mapping[Point, Speed]) -> None:
     sys.stderr.write(f"log and picture: {options.log_dir}/sweep.jsonl, sweep.svg\n")
 
 
+def _tune(options: argparse.Namespace) -> None:
+    sweep = DEFAULT_SWEEP if options.sweep_config is None else read_sweep(options.sweep_config.read_text())
+    points = points_of(sweep)
+    with scratch_folders(dict.fromkeys(options.nvme_dir, options.io_size)) as scratch:
+        _report(options, _sweep(options, _Disk(options, list(scratch.values())), points))
+
+
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command; exit with 1, and the reason on standard error, when it cannot be measured."""
     options = parse_options(arguments)
-    try:
-        sweep = DEFAULT_SWEEP if options.sweep_config is None else read_sweep(options.sweep_config.read_text())
-        points = points_of(sweep)
-        with scratch_folders(dict.fromkeys(options.nvme_dir, options.io_size)) as scratch:
-            _report(options, _sweep(options, _Disk(options, list(scratch.values())), points))
-    except (DeepSpeedError, OSError) as error:
-        sys.stderr.write(f"ds_nvme_tune: {error}\n")
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.stderr.write("ds_nvme_tune: interrupted; its files are removed, the log so far is kept\n")
-        sys.exit(130)
-    sys.exit(0)
+    left = "its files are removed, the log so far is kept"
+    end_with("ds_nvme_tune", lambda: _tune(options), after_interrupt=left)

@@ -87,10 +87,12 @@ def test_a_loop_of_several_processes_lasts_as_long_as_the_slowest() -> None:
         (["--folder", "X"], 2, "--io_size"),
         (["--folder", "X", "--io_size", "8Q"], 2, "'8Q' is not a size. Give bytes, or a number with K, M, G or T"),
         (["--io_size", "1M"], 2, "give either --folder or --folder_to_device_mapping"),
-        (["--folder", "X", "--io_size", "1M", "--use_gds"], 2, "not built yet"),
+        (["--folder", "X", "--io_size", "1M", "--use_gds"], 2, "--use_gds: not built yet"),
         (["--folder", "X", "--io_size", "1M", "--gpu"], 2, "no accelerator that torch can use"),
         (["--folder", "X", "--io_size", "1M", "--loops", "0"], 2, "--loops 0: at least 1"),
         (["--folder", "X", "--io_size", "1M", "--torch_legacy_save"], 2, "it is for torch_io and torch_fastio"),
+        (["--folder", "X", "--io_size", "1M", "--warmup_loops", "-1"], 2, "--warmup_loops -1: at least 0"),
+        (["--folder", "X", "--io_size", "1M", "--plot", "X/none/plot.svg"], 1, "No such file"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_with_a_cure(
@@ -181,7 +183,9 @@ def test_the_tuner_refuses_what_it_cannot_do(capsys: pytest.CaptureFixture[str],
     for arguments, status, words in (
         (["--nvme_dir", str(tmp_path / "none")], 1, "is not a folder"),
         (["--nvme_dir", str(tmp_path), "--no_read", "--no_write"], 2, "nothing to measure"),
-        (["--nvme_dir", str(tmp_path), "--gds"], 2, "not built yet"),
+        (["--nvme_dir", str(tmp_path), "--gds"], 2, "--gds: not built yet"),
+        (["--nvme_dir", str(tmp_path), "--gpu"], 2, "no accelerator that torch can use"),
+        (["--nvme_dir", str(tmp_path), "--loops", "0"], 2, "--loops 0: at least 1"),
         (["--nvme_dir", str(tmp_path), "--sweep_config", str(tmp_path / "none")], 1, "No such file"),
     ):
         with pytest.raises(SystemExit) as ended:
