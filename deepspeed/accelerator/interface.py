@@ -356,10 +356,10 @@ class DeepSpeedAccelerator(ABC):
 
     # ---------------------------------------------------------------- profiling ranges and start-up calls
 
-    def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> None:  # noqa: B027
+    def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> None:
         """Open a named range in the device's profiler; nothing where there is none."""
 
-    def range_pop(self) -> None:  # noqa: B027  a device without a profiler has nothing to close
+    def range_pop(self) -> None:
         """Close the range opened last."""
 
     def lazy_call(self, callback: Callable[[], Any]) -> None:

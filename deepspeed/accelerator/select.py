@@ -78,7 +78,7 @@ def choose(environ: Mapping[str, str], build: Builder = _build) -> DeepSpeedAcce
 
 def get_accelerator() -> DeepSpeedAccelerator:
     """Return this process's accelerator; the first call chooses it. Errors as `choose`."""
-    global _current  # noqa: PLW0603  the current accelerator is one of the three states a process has
+    global _current
     if _current is None:
         _current = choose(os.environ)
         logger.debug("the accelerator is %s", _current.device_name())
@@ -91,7 +91,7 @@ def set_accelerator(accelerator: DeepSpeedAccelerator | None) -> None:
     Raises:
         ArgumentError: it is not a `DeepSpeedAccelerator`.
     """
-    global _current  # noqa: PLW0603  see get_accelerator
+    global _current
     if accelerator is not None and not isinstance(accelerator, DeepSpeedAccelerator):
         raise ArgumentError(
             f"set_accelerator got a {type(accelerator).__name__}; it needs an instance of a DeepSpeedAccelerator subclass."

@@ -413,7 +413,8 @@ def irecv(tensor: torch.Tensor, src: int | None = None, group: Group = None, tag
 class P2POp(dist.P2POp):
     """One send or receive of a batch: `op` is `isend` or `irecv`, of this module or of torch, `peer` a global rank."""
 
-    def __new__(cls, op: Any, *args: Any, **kwargs: Any) -> P2POp:  # noqa: D102
+    def __new__(cls, op: Any, *args: Any, **kwargs: Any) -> P2POp:
+        """Torch's, for one of torch's own functions."""
         return cast("P2POp", super().__new__(cls, _PLAIN.get(op, op), *args, **kwargs))
 
     def __init__(self, op: Any, *args: Any, **kwargs: Any) -> None:

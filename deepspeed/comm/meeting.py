@@ -32,10 +32,17 @@ _LATE_SECONDS = 8.0
 class Store(Protocol):
     """What a meeting needs of `torch.distributed.Store`."""
 
-    def set(self, key: str, value: str) -> None: ...  # noqa: D102
-    def get(self, key: str) -> bytes: ...  # noqa: D102
-    def add(self, key: str, value: int) -> int: ...  # noqa: D102
-    def check(self, keys: list[str]) -> bool: ...  # noqa: D102
+    def set(self, key: str, value: str) -> None:
+        """Put a value."""
+
+    def get(self, key: str) -> bytes:
+        """Take a value, when it is there."""
+
+    def add(self, key: str, value: int) -> int:
+        """Add to a number; returns the sum."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all are there."""
 
 
 class Meeting:

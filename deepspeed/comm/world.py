@@ -96,7 +96,7 @@ def reset_world() -> None:
 
 
 def _set_world(world: World | None) -> None:
-    global _current  # noqa: PLW0603  the current world is one of the three states a process has
+    global _current
     _current = world
     set_rank(None if world is None else world.placement.rank)
     if world is None or dist.get_backend() == "fake":  # torch's group that only pretends has nobody to ask

@@ -92,7 +92,12 @@ class Fp16MixedQuantizeConfig(ConfigModel):
     """Change of the blend per step."""
 
 
-class WeightShared(ConfigModel):
+class _Shared(ConfigModel):
+    enabled: bool = False
+    """The technique is on."""
+
+
+class WeightShared(_Shared):
     """`compression_training.weight_quantization.shared_parameters`: for all groups."""
 
     enabled: bool = False
@@ -123,7 +128,7 @@ class WeightShared(ConfigModel):
     """Blend of full and quantized weights."""
 
 
-class ActivationShared(ConfigModel):
+class ActivationShared(_Shared):
     """`compression_training.activation_quantization.shared_parameters`: for all groups."""
 
     enabled: bool = False
@@ -139,7 +144,7 @@ class ActivationShared(ConfigModel):
     """Step at which it starts."""
 
 
-class SparseShared(ConfigModel):
+class SparseShared(_Shared):
     """`compression_training.sparse_pruning.shared_parameters`: for all groups."""
 
     enabled: bool = False
@@ -172,7 +177,7 @@ class SparseShared(ConfigModel):
             yield Refusal("schedule_offset_end", f"needed at least schedule_offset, {self.schedule_offset}", "Raise it.")
 
 
-class RowShared(ConfigModel):
+class RowShared(_Shared):
     """`compression_training.<row or channel>_pruning.shared_parameters`: for all groups."""
 
     enabled: bool = False
@@ -185,7 +190,7 @@ class RowShared(ConfigModel):
     """Step at which it starts."""
 
 
-class HeadShared(ConfigModel):
+class HeadShared(_Shared):
     """`compression_training.head_pruning.shared_parameters`: for all groups."""
 
     enabled: bool = False
@@ -207,6 +212,9 @@ class HeadShared(ConfigModel):
 
 
 class _Technique(ConfigModel):
+    shared_parameters: _Shared
+    """For all groups."""
+
     def check(self) -> Iterable[Refusal]:
         """Enabled, it needs groups to work on."""
         if self.is_enabled and not getattr(self, "different_groups", None):
@@ -215,7 +223,7 @@ class _Technique(ConfigModel):
     @property
     def is_enabled(self) -> bool:
         """Whether the technique is on."""
-        return bool(getattr(self, "shared_parameters").enabled)  # noqa: B009  declared by each technique
+        return self.shared_parameters.enabled
 
 
 class WeightQuantizationTechnique(_Technique):

@@ -187,7 +187,7 @@ class LocoConfig(ConfigModel):
     err_beta: Fraction = 0.8
     """Weight of the remembered error, 0..1."""
 
-    reset_T: PositiveWhole = 1024  # noqa: N815  published spelling
+    reset_T: PositiveWhole = 1024
     """Steps after which the remembered error is dropped."""
 
 

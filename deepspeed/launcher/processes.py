@@ -68,7 +68,7 @@ def start_process(
         stdout=stdout,
         stderr=stderr,
         start_new_session=True,
-        preexec_fn=before_exec,  # noqa: PLW1509  only system calls in there, and the launcher has no thread yet
+        preexec_fn=before_exec,
     )
 
 

@@ -293,7 +293,7 @@ class ZenFlowSelectiveAdamW(FusedAdam):
             p.copy_(flat.index_copy_(0, positions, values).view(p.shape))
 
 
-class ZenFlowSelectiveAdamW_stage3(ZenFlowSelectiveAdamW):  # noqa: N801 - the documented name
+class ZenFlowSelectiveAdamW_stage3(ZenFlowSelectiveAdamW):
     """The same for 1-D shards of parameters: elements are chosen by their position in the shard."""
 
     def select(self, param: Tensor, positions: Tensor) -> None:
