@@ -43,7 +43,7 @@ def compare_states(a: CheckpointSource, b: CheckpointSource, *, same_layout: boo
         found.append(StateDifference(path, one, other, counts))
     client = compare_values(a.client_state(), b.client_state(), "client_state")
     found += [StateDifference(path, one, other, same_layout or None not in (one, other)) for path, one, other in client]
-    return found + _rank_states(a, b)
+    return found + _rank_states(a, b, same_layout=same_layout)
 
 
 def compare_values(a: Any, b: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
@@ -69,16 +69,20 @@ def _training(state: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _rank_states(a: CheckpointSource, b: CheckpointSource) -> list[StateDifference]:
+def _rank_states(a: CheckpointSource, b: CheckpointSource, *, same_layout: bool) -> list[StateDifference]:
     """Random generators and the like, for the ranks that both checkpoints have."""
     if a.state["dp_world_size"] != b.state["dp_world_size"]:
         return []
     found = []
     for rank in range(a.state["dp_world_size"]):
         one, other = a.rank_state(rank), b.rank_state(rank)
-        for key in one.keys() & other.keys():
-            if any(compare_values(one[key], other[key], key)):  # one line for a generator, not one for each of its words
-                found.append(StateDifference(f"rank_state[{rank}].{key}", "...", "another value", counts=True))
+        for key in [*one, *(key for key in other if key not in one)]:
+            value_a, value_b = one.get(key, _ABSENT), other.get(key, _ABSENT)
+            if any(compare_values(value_a, value_b, key)):  # one line for a generator, not one for each of its words
+                told_a = None if value_a is _ABSENT else "..."
+                told_b = None if value_b is _ABSENT else "another value"
+                counts = same_layout or None not in (told_a, told_b)
+                found.append(StateDifference(f"rank_state[{rank}].{key}", told_a, told_b, counts))
     return found
 
 

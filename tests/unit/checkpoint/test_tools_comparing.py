@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from deepspeed.checkpoint import open_checkpoint
 from deepspeed.checkpoint.tools.comparing import TensorDifference, Values, compare_tensors, difference_of
 from deepspeed.checkpoint.tools.output import dtype_text, nbytes_text, plain
-from deepspeed.checkpoint.tools.state_diff import compare_states, compare_values
+from deepspeed.checkpoint.tools.state_diff import StateDifference, compare_states, compare_values
 from tests.unit.checkpoint.tool_checkpoints import save
 
 
@@ -117,6 +117,17 @@ def test_a_random_generator_is_one_line(tmp_path: Path) -> None:
     save(tmp_path, "b", rank_state={"python": (3, tuple(range(1, 626)), None)})
     a, b = open_checkpoint(tmp_path, "a"), open_checkpoint(tmp_path, "b")
     assert [part.path for part in compare_states(a, b, same_layout=True)] == ["rank_state[0].python"]
+
+
+def test_what_only_one_sides_rank_kept_is_named(tmp_path: Path) -> None:
+    save(tmp_path, "a", rank_state={"torch": torch.ones(2), "cuda": torch.ones(3), "nothing": None})
+    save(tmp_path, "b", rank_state={"torch": torch.ones(2), "data": {"epoch": 1}})
+    a, b = open_checkpoint(tmp_path, "a"), open_checkpoint(tmp_path, "b")
+    assert compare_states(a, b, same_layout=True) == [
+        StateDifference("rank_state[0].cuda", "...", None, counts=True),
+        StateDifference("rank_state[0].data", None, "another value", counts=True),
+    ]
+    assert [part.counts for part in compare_states(a, b, same_layout=False)] == [False, False]
 
 
 def test_nested_values_are_compared_place_by_place() -> None:
