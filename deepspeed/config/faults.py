@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple, NoReturn
 
+from pydantic import BaseModel
 from pydantic_core import PydanticCustomError
 
 from deepspeed.errors import (
@@ -114,9 +115,11 @@ def raise_faults(faults: Sequence[Fault], source_name: str) -> NoReturn:
 
 
 def _show(value: object) -> str:
-    """Write a value as JSON, as the user knows it, and cut short what is long."""
+    """Write a value as JSON, as the user knows it, and cut short what is long; of a block, that it is one."""
     if value is ABSENT:
         return repr(ABSENT)
+    if isinstance(value, (Mapping, BaseModel)):
+        return "{...}" if value else "{}"
     try:
         text = json.dumps(value, default=repr)
     except (TypeError, ValueError):  # keys that are no texts, or a container that holds itself

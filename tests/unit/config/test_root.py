@@ -92,6 +92,26 @@ def test_an_unknown_key_is_refused_at_every_level_with_the_nearest(given: dict[s
     assert f'Did you mean "{nearest}"?' in text
 
 
+@pytest.mark.parametrize(
+    ("given", "start"),
+    [
+        (
+            {"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": "/disk", "buffer_count": "many"}}},
+            'zero_optimization.offload_param.buffer_count = "many": needed a whole number',
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.2}}},
+            'zero_optimization.zenflow = {...}: needed offload_optimizer.device "cpu"',
+        ),
+        ({"zero_optimisation": {"stage": 2, "offload_param": {"device": "cpu"}}}, "zero_optimisation = {...}: unknown key"),
+        ({"wandb": {}, "monitor_config": {"wandb": {"team": "ours"}}}, 'monitor_config.wandb = {...}: "wandb" and'),
+        ({"fp16": {"enabled": {}}}, "fp16.enabled = {}: needed true or false"),
+    ],
+)
+def test_a_refusal_shows_the_value_of_a_key_and_no_block_around_or_below_it(given: dict[str, Any], start: str) -> None:
+    assert refusal(**given).partition("1. ")[2].startswith(start)
+
+
 def test_a_key_in_the_wrong_block_is_sent_home() -> None:
     assert '"stage" is a key of zero_optimization: move it there.' in refusal(stage=0)
     assert '"gradient_clipping" is a key of the top level' in refusal(zero_optimization={"gradient_clipping": 1.0})
