@@ -27,6 +27,7 @@ __all__ = [
     "activation_bound",
     "check",
     "gpipe",
+    "in_turn",
     "inference",
     "interleaved",
     "live_peak",
@@ -239,27 +240,30 @@ def check(orders: Sequence[Sequence[Work]], bounds: Sequence[int] | None = None)
         if set(order) != expected or len(order) != len(expected):
             wrong = sorted(set(order) ^ expected) or sorted({work for work in order if order.count(work) > 1})
             raise PipelineError(f"stage {stage} has not each of its works once; missing or repeated: {text(wrong)}.")
-    _require_progress(orders, chunks)
+    for _ in in_turn(orders):
+        pass  # it raises where it cannot go on
     for stage, (order, bound) in enumerate(zip(orders, bounds or (), strict=bounds is not None)):
         if live_peak(order) > bound:
             raise PipelineError(f"stage {stage} keeps {live_peak(order)} activations; at most {bound} are allowed.")
 
 
-def _require_progress(orders: Sequence[Sequence[Work]], chunks: int) -> None:
-    """Carry the orders out without time; each round every stage goes on as far as it can."""
+def in_turn(orders: Sequence[Sequence[Work]]) -> Iterator[tuple[int, Work]]:
+    """Yield all works of all stages, with their stage, in an order in which each finds what it needs done before it.
+
+    Raises:
+        PipelineError: the orders wait for each other; the text names the works at which they do.
+    """
     stages = len(orders)
-    done: list[set[Work]] = [set() for _ in orders]
+    chunks = 1 + max(work.chunk for order in orders for work in order)
+    done: set[tuple[int, Work]] = set()
     at = [0] * stages
-    while any(at[stage] < len(order) for stage, order in enumerate(orders)):
-        before = list(at)
+    while len(done) < sum(map(len, orders)):
+        before = len(done)
         for stage, order in enumerate(orders):
-            while at[stage] < len(order) and all(
-                other in done[place] for place, other in needs(order[at[stage]], stage, stages, chunks)
-            ):
-                done[stage].add(order[at[stage]])
+            while at[stage] < len(order) and done.issuperset(needs(order[at[stage]], stage, stages, chunks)):
+                done.add((stage, order[at[stage]]))
+                yield stage, order[at[stage]]
                 at[stage] += 1
-        if at == before:
-            waiting = {
-                f"stage {stage}": str(order[at[stage]]) for stage, order in enumerate(orders) if at[stage] < len(order)
-            }
-            raise PipelineError(f"the orders of the stages wait for each other for ever, at {waiting}.")
+        if len(done) == before:
+            stuck = {f"stage {stage}": str(order[at[stage]]) for stage, order in enumerate(orders) if at[stage] < len(order)}
+            raise PipelineError(f"the orders of the stages wait for each other for ever, at {stuck}.")
