@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal t
     from deepspeed.data import DeepSpeedDataLoader as DeepSpeedDataLoader
     from deepspeed.engine.engine import DeepSpeedEngine as DeepSpeedEngine
     from deepspeed.errors import ConfigError
+    from deepspeed.pipe.module import PipelineModule as PipelineModule
     from deepspeed.version import git_branch as git_branch
     from deepspeed.version import git_hash as git_hash
     from deepspeed.zero.optimizer import DeepSpeedOptimizer as DeepSpeedOptimizer
@@ -46,6 +47,7 @@ _NAMES = {
     "DeepSpeedOptimizer": "deepspeed.zero.optimizer:DeepSpeedOptimizer",
     "DeepSpeedOptimizerCallable": "deepspeed.api:DeepSpeedOptimizerCallable",
     "DeepSpeedSchedulerCallable": "deepspeed.api:DeepSpeedSchedulerCallable",
+    "PipelineModule": "deepspeed.pipe.module:PipelineModule",
     "__git_branch__": "deepspeed.version:git_branch",
     "__git_hash__": "deepspeed.version:git_hash",
     "add_config_arguments": "deepspeed.config.arguments:add_config_arguments",
@@ -74,6 +76,7 @@ _SUBMODULES = (
     "monitor",
     "nvme",
     "ops",
+    "pipe",
     "runtime",
     "utils",
     "zero",
@@ -87,7 +90,6 @@ _UNBUILT_NAMES = (
     "InferenceEngine",
     "OnDevice",
     "PipelineEngine",
-    "PipelineModule",
     "autotuning",
     "checkpointing",
     "compression",
@@ -98,7 +100,6 @@ _UNBUILT_NAMES = (
     "merge_tp_model_init_into_config",
     "module_inject",
     "moe",
-    "pipe",
     "profiling",
     "record_tp_model_init_args",
     "replace_transformer_layer",

@@ -7,3 +7,25 @@ Lives here: the public names, loaded when first used; the pure files load no tor
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from deepspeed.common.lazy import attach
+
+if TYPE_CHECKING:
+    from deepspeed.errors import PipelineError as PipelineError
+    from deepspeed.pipe.module import PipelineModule as PipelineModule
+    from deepspeed.pipe.specs import LayerSpec as LayerSpec
+    from deepspeed.pipe.specs import TiedLayerSpec as TiedLayerSpec
+
+__all__ = ["LayerSpec", "PipelineError", "PipelineModule", "TiedLayerSpec"]
+
+__getattr__, __dir__ = attach(
+    __name__,
+    names={
+        "LayerSpec": "deepspeed.pipe.specs:LayerSpec",
+        "PipelineError": "deepspeed.errors:PipelineError",
+        "PipelineModule": "deepspeed.pipe.module:PipelineModule",
+        "TiedLayerSpec": "deepspeed.pipe.specs:TiedLayerSpec",
+    },
+)

@@ -33,6 +33,11 @@ ROOTS = (
     "deepspeed.ops.op_builder",
     "deepspeed.ops.aio",  # after the room that its builder comes from
     "deepspeed.ops.quantizer",
+    "deepspeed.pipe",
+    "deepspeed.pipe.grid",
+    "deepspeed.pipe.orders",
+    "deepspeed.pipe.partition",
+    "deepspeed.pipe.schedule",
     "deepspeed.zero",
 )
 DOORS = ("deepspeed.runtime", "deepspeed.utils")

@@ -1,16 +1,19 @@
-"""Doors to pipeline parallelism, of which this version has the topology."""
+"""Doors to pipeline parallelism: `deepspeed.pipe`, and the grids of `deepspeed.topology`."""
 
 from __future__ import annotations
 
 from deepspeed.common.lazy import attach
 
-__all__ = ["topology"]
+__all__ = ["LayerSpec", "PipelineModule", "ProcessTopology", "TiedLayerSpec", "module", "schedule", "topology"]
 
 __getattr__, __dir__ = attach(
     __name__,
-    submodules=("topology",),
-    unbuilt={
-        name: f"deepspeed.runtime.pipe.{name} is not built yet in this version; see the table in README.md"
-        for name in ("LayerSpec", "PipelineModule", "TiedLayerSpec", "engine", "module", "schedule")
+    submodules=("module", "schedule", "topology"),
+    names={
+        "LayerSpec": "deepspeed.pipe.specs:LayerSpec",
+        "PipelineModule": "deepspeed.pipe.module:PipelineModule",
+        "ProcessTopology": "deepspeed.topology.grid:ProcessTopology",
+        "TiedLayerSpec": "deepspeed.pipe.specs:TiedLayerSpec",
     },
+    unbuilt={"engine": "deepspeed.runtime.pipe.engine is not built yet in this version; see the table in README.md"},
 )

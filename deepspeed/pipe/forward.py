@@ -1,0 +1,83 @@
+"""Running a stretch of layers: one after the other, seeded where that was asked for, recomputed where that saves memory.
+
+    layers 4 .. 9, interval 2     [4 5] [6 7] [8 9]      the inputs of each bracket stay, the rest is computed again
+
+Lives here: `Stretch`, and the pieces it is cut into. Does not live here: which layers a stage has (`module`, the caller).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+__all__ = ["Recomputation", "Stretch", "default_checkpoint"]
+
+Call = Callable[[Any], Any]
+
+default_checkpoint: Callable[..., Any] = functools.partial(checkpoint, use_reentrant=False)
+"""Recomputes in backward; gradients reach parameters even where no input needs one, as in a stage that gets token ids."""
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """Which layers are computed again in backward."""
+
+    interval: int
+    """Layers per piece; 0 recomputes nothing."""
+    run: Callable[..., Any]
+    """Called as `run(function, *inputs)`, like `torch.utils.checkpoint.checkpoint`."""
+    is_worthwhile: Callable[[Sequence[Call]], bool]
+    """Whether to recompute a piece made of these layers."""
+
+
+class Stretch:
+    """Consecutive layers of one stage.
+
+    Args:
+        calls: what computes each layer.
+        first: index of the first in the list of all layers.
+        seed: called before each layer with a seed made of the micro-batch and the layer's index, so that dropout does not
+            depend on the cut; None seeds nothing.
+        base_seed: see `PipelineModule`.
+    """
+
+    def __init__(self, calls: Sequence[Call], first: int, seed: Callable[[int], Any] | None, base_seed: int) -> None:
+        self.calls = list(calls)
+        self.first = first
+        self._seed = seed
+        self._base_seed = base_seed
+        self._passes = 0
+
+    def __call__(self, inputs: Any, recomputation: Recomputation) -> Any:
+        """Pass `inputs` through all layers; a layer gets what the one before gave, as its single argument."""
+        self._passes += 1
+        interval = recomputation.interval
+        if interval == 0 or not torch.is_grad_enabled():
+            return self._run(0, len(self.calls), self._passes, inputs)
+        for start in range(0, len(self.calls), interval):
+            stop = min(start + interval, len(self.calls))
+            piece = functools.partial(self._run, start, stop, self._passes)
+            if recomputation.is_worthwhile(self.calls[start:stop]):
+                inputs = _recomputed(piece, recomputation.run, inputs)
+            else:
+                inputs = piece(inputs)
+        return inputs
+
+    def _run(self, start: int, stop: int, number: int, inputs: Any) -> Any:
+        for at in range(start, stop):
+            if self._seed is not None:
+                self._seed(self._base_seed * number + self.first + at)
+            inputs = self.calls[at](inputs)
+        return inputs
+
+
+def _recomputed(piece: Call, run: Callable[..., Any], inputs: Any) -> Any:
+    """Hand tensors of a tuple over one by one, since some forms of checkpointing look for tensors among arguments alone."""
+    if isinstance(inputs, tuple):
+        return run(lambda *given: piece(given), *inputs)
+    return run(piece, inputs)

@@ -1,0 +1,123 @@
+"""Modules that several stages hold a copy of: who holds them, over which ranks they agree, and that they start equal.
+
+    stage 0 [embed] .. stage 3 [embed]      data-parallel rank 0:  ranks 0 and 6       a tie's group joins the ranks of its
+     ranks  0  1        ranks  6  7         data-parallel rank 1:  ranks 1 and 7       stages that have the same other places
+
+Lives here: the ties of a list of layers, their groups, the first values. Does not live here: summing gradients, which the
+engine does over shards, and `PipelineModule.allreduce_tied_weight_gradients` for those who train without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from deepspeed import comm
+from deepspeed.errors import PipelineError
+from deepspeed.pipe.specs import Layer, TiedLayerSpec
+from deepspeed.topology.grid import ProcessTopology
+from deepspeed.topology.mesh import AxisGroup, ParallelMesh
+
+__all__ = ["TieGroup", "first_specs", "join_ties", "require_no_hidden_ties", "share_first_values", "stages_of_ties"]
+
+
+@dataclass(frozen=True)
+class TieGroup:
+    """One key of `TiedLayerSpec`, seen from one rank."""
+
+    key: str
+    stages: tuple[int, ...]
+    """Stages that hold a copy, ascending."""
+    axis: AxisGroup | None
+    """The ranks of these stages that share this rank's other coordinates; None where this rank's stage holds no copy."""
+
+    @property
+    def owner(self) -> int:
+        """The stage whose copy gives the first values, and counts in norms and checkpoints."""
+        return self.stages[0]
+
+
+def first_specs(layers: Sequence[Layer]) -> dict[str, TiedLayerSpec]:
+    """Return the first description of every key: the one that copies are built from.
+
+    Raises:
+        PipelineError: a key stands for two classes, or has a dot.
+    """
+    first: dict[str, TiedLayerSpec] = {}
+    for layer in layers:
+        if isinstance(layer, TiedLayerSpec):
+            known = first.setdefault(layer.key, layer)
+            if known.typename is not layer.typename:
+                raise PipelineError(
+                    f"the tied layers {layer.key!r} are {known.typename.__name__} and {layer.typename.__name__}; one key "
+                    "stands for one module. Use one class, and forward_fn for the layer that uses it differently."
+                )
+    dotted = [key for key in first if "." in key or not key]
+    if dotted:
+        raise PipelineError(f"tied layers have the keys {dotted}; a key becomes a name of a module. Leave dots out.")
+    return first
+
+
+def stages_of_ties(layers: Sequence[Layer], stage_of: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """Return which stages hold a copy of each key; `stage_of` has the stage of every layer."""
+    stages: dict[str, set[int]] = {}
+    for layer, stage in zip(layers, stage_of, strict=True):
+        if isinstance(layer, TiedLayerSpec):
+            stages.setdefault(layer.key, set()).add(stage)
+    return {key: tuple(sorted(held)) for key, held in stages.items()}
+
+
+def join_ties(stages: Mapping[str, tuple[int, ...]], mesh: ParallelMesh) -> dict[str, TieGroup]:
+    """Make the group of every tie; every rank of the world must call it, with the same ties."""
+    grid = ProcessTopology(tuple(mesh.sizes), tuple(mesh.sizes.values()))
+    made: dict[tuple[int, ...], AxisGroup | None] = {}
+    for held in stages.values():
+        if held not in made:
+            made[held] = _axis_over(held, grid, mesh)
+    return {key: TieGroup(key, held, made[held]) for key, held in stages.items()}
+
+
+def _axis_over(held: tuple[int, ...], grid: ProcessTopology, mesh: ParallelMesh) -> AxisGroup | None:
+    pipe = mesh.axis("pipe")
+    mine = None
+    for ranks in grid.get_axis_comm_lists("pipe"):
+        members = [ranks[stage] for stage in held]
+        # Every rank makes every group, in one order. The axis has that of all stages; a group of one is made when asked for.
+        group = comm.new_group(members) if 1 < len(members) < len(ranks) else None
+        if mesh.rank in members:
+            mine = AxisGroup(members, mesh.rank, pipe.group if len(members) == pipe.size > 1 else group)
+    return mine
+
+
+def share_first_values(ties: Mapping[str, TieGroup], modules: Mapping[str, nn.Module]) -> None:
+    """Give every copy the owner's parameters and buffers; all ranks of each tie must call it."""
+    for key, tie in ties.items():
+        if tie.axis is None or tie.axis.size == 1:
+            continue
+        with torch.no_grad():
+            for tensor in (*modules[key].parameters(), *modules[key].buffers()):
+                values = tensor.detach().contiguous()
+                comm.broadcast(values, src=tie.axis.ranks[0], group=tie.axis.group)
+                tensor.copy_(values)
+
+
+def require_no_hidden_ties(layers: Sequence[Layer], stage_of: Sequence[int]) -> None:
+    """Refuse parameters that modules on different stages share: each stage would train a copy of its own.
+
+    Raises:
+        PipelineError: the text names both layers.
+    """
+    seen: dict[int, tuple[int, str]] = {}
+    for index, layer in enumerate(layers):
+        if not isinstance(layer, nn.Module):
+            continue
+        for name, param in layer.named_parameters():
+            first, first_name = seen.setdefault(id(param), (index, name))
+            if stage_of[first] != stage_of[index]:
+                raise PipelineError(
+                    f"layer {first} ({first_name}) and layer {index} ({name}) share a parameter and lie on stages "
+                    f"{stage_of[first]} and {stage_of[index]}. Describe both as TiedLayerSpec with one key."
+                )
