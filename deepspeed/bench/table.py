@@ -14,12 +14,11 @@ Does not live here: the measurement (`bench.measure`). `bench.command` calls it.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepspeed.errors import MissingPackageError
+from deepspeed.common.plotting import new_figure
 
 __all__ = ["UNITS", "Measurement", "bus_factor", "lines", "plot", "size_text"]
 
@@ -104,11 +103,7 @@ def plot(measurements: Sequence[Measurement], unit: str, path: Path) -> None:
     Raises:
         MissingPackageError: matplotlib is not installed.
     """
-    try:
-        figures = importlib.import_module("matplotlib.figure")
-    except ImportError as error:
-        raise MissingPackageError("--plot needs matplotlib: pip install 'deepspeed[plot]'.") from error
-    figure = figures.Figure(figsize=(7, 4.5), layout="constrained")
+    figure = new_figure(7, 4.5, asked_by="--plot")
     axes = figure.subplots()
     operations = list(dict.fromkeys(each.operation for each in measurements))
     dtypes = list(dict.fromkeys(each.dtype for each in measurements))
