@@ -26,13 +26,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deepspeed.errors import UsageError
+from deepspeed.common.saved_tensors import Hook, changed_in_place, outer_hooks, unchanged
 from deepspeed.zero.pool import Storages
 from deepspeed.zero.states import Unit
 
 __all__ = ["SavedTensors"]
-
-Hook = Callable[[Any], Any]
 
 # `untyped_storage()._cdata` in half the time
 _storage_of: Callable[[Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
@@ -54,7 +52,7 @@ class _Place(NamedTuple):
     def view(self) -> Tensor:
         """The same view of the unit's buffer, gathered again if it was released."""
         if self.unit.epoch != self.epoch:
-            raise _changed(f"a parameter of {self.unit.name or 'the model'!r} was updated")
+            raise changed_in_place(f"a parameter of {self.unit.name or 'the model'!r} was updated")
         self.demand(self.unit)
         buffer = self.unit.buffers[self.position]
         buffer = buffer if buffer.dtype == self.dtype else buffer.view(self.dtype)
@@ -76,7 +74,7 @@ class SavedTensors:
 
     def push(self) -> None:
         """Put the hooks in force on this thread, on top of those that are; `pop` undoes it."""
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        outer = outer_hooks()
         pack, unpack = self._plain if outer is None else self._make(outer)
         torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
@@ -108,7 +106,7 @@ class SavedTensors:
         def unpack(kept: Any) -> Tensor:
             if type(kept) is _Place:
                 return kept.view()
-            tensor: Tensor = _unchanged(*kept) if outer_unpack is None else outer_unpack(kept)
+            tensor: Tensor = unchanged(*kept) if outer_unpack is None else outer_unpack(kept)
             return tensor
 
         return pack, unpack
@@ -122,16 +120,3 @@ class SavedTensors:
         unit, position = found
         offset = int(tensor.storage_offset())
         return _Place(self._demand, unit, position, unit.epoch, tensor.shape, tensor.stride(), offset, tensor.dtype)
-
-
-def _unchanged(tensor: Tensor, version: int) -> Tensor:
-    if tensor._version != version:
-        raise _changed(f"a saved tensor of shape {tuple(tensor.shape)} is at version {tensor._version}, not {version}")
-    return tensor
-
-
-def _changed(what: str) -> UsageError:
-    return UsageError(
-        f"{what}: one of the variables needed for gradient computation has been modified by an inplace operation between "
-        "forward and backward, so the gradients would be wrong. Run backward first, or clone the tensor before changing it."
-    )

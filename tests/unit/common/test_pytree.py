@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict, namedtuple
 
 import torch
 
-from deepspeed.common.pytree import map_tensors, move_to_device, tensors
+from deepspeed.common.pytree import map_tensors, move_to_device, split_tensors, tensors
 
 Pair = namedtuple("Pair", ["first", "second"])
 
@@ -50,3 +51,21 @@ def test_a_batch_moves_as_a_whole_and_stays_where_it_is_already() -> None:
     assert {t.device.type for t in tensors(moved)} == {"meta"}
     assert moved["name"] == "a"
     assert move_to_device(batch, torch.device("cpu"))["ids"] is batch["ids"]
+
+
+def test_tensors_can_be_taken_out_and_others_put_in_their_places() -> None:
+    first, second = torch.ones(2), torch.zeros(3)
+    tree = ([first, "text", (None, {"b": second})], {"n": 7})
+    found, rebuild = split_tensors(tree)
+    assert found[0] is first
+    assert found[1] is second
+    assert rebuild([second, first]) == ([second, "text", (None, {"b": first})], {"n": 7})
+
+
+def test_a_tree_whose_tensors_were_taken_out_holds_none() -> None:
+    tree = [torch.ones(2)]
+    seen = weakref.ref(tree[0])
+    rebuild = split_tensors(tree)[1]
+    del tree
+    assert seen() is None
+    assert rebuild([torch.zeros(1)])[0].tolist() == [0.0]
