@@ -33,7 +33,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import ArgumentError, UsageError
 from deepspeed.topology.grid import ProcessTopology
 
-__all__ = ["AXES", "AxisGroup", "ParallelMesh"]
+__all__ = ["AXES", "AxisGroup", "ParallelMesh", "tensor_axis_of"]
 
 AXES = ("pipe", "replica", "shard", "expert", "sequence", "tensor")
 
@@ -192,6 +192,28 @@ class ParallelMesh:
     def __repr__(self) -> str:
         sizes = ", ".join(f"{axis}={size}" for axis, size in self.sizes.items())
         return f"ParallelMesh(rank {self.rank} of {self.world_size}: {sizes})"
+
+
+def tensor_axis_of(mpu: Any) -> AxisGroup:
+    """The tensor-parallel ranks that a model-parallel-unit object tells of; this rank alone where it tells of none.
+
+    Not collective. Of `get_tensor_model_parallel_*` or `get_model_parallel_*` it asks `world_size`, and `group` where
+    that is not 1.
+
+    Raises:
+        UsageError: it has several such ranks, and no group of them.
+    """
+    names = _MPU_NAMES[("tensor",)]
+    size = _size_of_mpu(mpu, names)
+    if size is None or size == 1:
+        return AxisGroup((0,), 0)
+    group = _group_of_mpu(mpu, names)
+    if group is None:
+        raise UsageError(
+            f"the mpu has {size} tensor-parallel ranks, and no group of them. Let it hand in "
+            "get_tensor_model_parallel_group() or get_model_parallel_group()."
+        )
+    return AxisGroup(dist.get_process_group_ranks(group), dist.get_rank(), group)
 
 
 def _sizes(world_size: int, pipe: int, shard: int, expert: int, sequence: int, tensor: int) -> tuple[int, ...]:
