@@ -15,6 +15,7 @@ from deepspeed.version import version, version_major, version_minor, version_pat
 
 if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal to _NAMES
     from deepspeed.accelerator import get_accelerator as get_accelerator
+    from deepspeed.activations import checkpointing as checkpointing
     from deepspeed.api import DeepSpeedOptimizerCallable as DeepSpeedOptimizerCallable
     from deepspeed.api import DeepSpeedSchedulerCallable as DeepSpeedSchedulerCallable
     from deepspeed.api import initialize as initialize
@@ -51,6 +52,7 @@ _NAMES = {
     "__git_branch__": "deepspeed.version:git_branch",
     "__git_hash__": "deepspeed.version:git_hash",
     "add_config_arguments": "deepspeed.config.arguments:add_config_arguments",
+    "checkpointing": "deepspeed.activations.checkpointing",
     "dist": "deepspeed.comm",
     "get_accelerator": "deepspeed.accelerator:get_accelerator",
     "git_branch": "deepspeed.version:git_branch",
@@ -91,7 +93,6 @@ _UNBUILT_NAMES = (
     "OnDevice",
     "PipelineEngine",
     "autotuning",
-    "checkpointing",
     "compression",
     "default_inference_config",
     "inference",

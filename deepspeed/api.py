@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.activations.checkpointing import adopt
 from deepspeed.comm.places import get_world_size
 from deepspeed.comm.recorder import configure
 from deepspeed.comm.world import init_distributed
@@ -100,6 +101,7 @@ def initialize(
     _apply_to_process(parsed)
     parameters = None if model_parameters is None else list(model_parameters)
     mesh = _mesh_of(mpu)
+    adopt(parsed, mesh.axis("tensor"))
     request = EngineRequest(model, parsed, mesh, optimizer, parameters, training_data, lr_scheduler, collate_fn, mpu)
     engine = _start_engine(request, verification)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler

@@ -104,7 +104,8 @@ def without_native_library() -> Iterator[str]:
 
 
 def _reset_global_state() -> None:
-    """Forget mesh, process group, accelerator and logged-once keys, in this order: upper rooms stand on lower ones."""
+    """Forget what rooms hold for the process, in this order: upper rooms stand on lower ones."""
+    _call("deepspeed.activations.checkpointing", "forget")
     _call("deepspeed.topology.groups", "reset")
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():

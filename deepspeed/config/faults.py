@@ -23,7 +23,7 @@ from deepspeed.errors import (
     UnbuiltFeatureError,
 )
 
-__all__ = ["ABSENT", "Fault", "FaultKind", "Refusal", "nearest", "raise_faults", "refuse"]
+__all__ = ["ABSENT", "NVME_NEEDS_A_PLACE", "Fault", "FaultKind", "Refusal", "nearest", "raise_faults", "refuse"]
 
 
 class _Absent:
@@ -72,6 +72,10 @@ class Refusal(NamedTuple):
     key: str
     needed: str
     cure: str
+
+
+NVME_NEEDS_A_PLACE = Refusal("nvme_path", 'needed a directory with device = "nvme"', 'Name one, for example "/local_nvme".')
+"""Of every block that puts something there."""
 
 
 def refuse(needed: str, cure: str = "") -> PydanticCustomError:

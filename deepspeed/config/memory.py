@@ -6,44 +6,85 @@ Lives here: keys and defaults. Does not live here: recomputing (`activations`), 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import ClassVar, Literal
+
+from pydantic import Field
 
 from deepspeed.config.base import ConfigModel
-from deepspeed.config.faults import Refusal
-from deepspeed.config.values import PositiveWhole
+from deepspeed.config.faults import NVME_NEEDS_A_PLACE, Refusal
+from deepspeed.config.values import FilePath, PositiveWhole
 
-__all__ = ["ActivationCheckpointingConfig", "AioConfig"]
+__all__ = ["ActivationCheckpointingConfig", "ActivationOffloadConfig", "AioConfig"]
+
+
+class ActivationOffloadConfig(ConfigModel):
+    """`activation_checkpointing.offload`: where inputs of checkpointed parts rest between forward and backward."""
+
+    device: Literal["none", "cpu", "nvme"] = "none"
+    """On the device, in host memory (on a CPU that is the same, and nothing moves), or in a file. The latest part's
+    inputs stay on the device: backward begins with them."""
+
+    nvme_path: FilePath = None
+    """Directory on the NVMe device; required when `device` is `nvme`. Each process has a folder of its own there, removed
+    at its end, or after a kill by the next start."""
+
+    buffer_count: PositiveWhole = 2
+    """Parts whose inputs may be on their way out at once, and parts whose inputs are brought back early; > 0."""
+
+    min_numel: PositiveWhole = 4096
+    """Elements from which an input is moved; smaller ones stay on the device. > 0."""
+
+    pin_memory: bool = True
+    """Use page-locked host memory on an accelerator: copies run beside the computation."""
+
+    def check(self) -> Iterable[Refusal]:
+        """NVMe needs a place."""
+        if self.device == "nvme" and self.nvme_path is None:
+            yield NVME_NEEDS_A_PLACE
 
 
 class ActivationCheckpointingConfig(ConfigModel):
-    """`activation_checkpointing`: what `deepspeed.checkpointing.configure` reads; by itself it switches nothing on."""
+    """`activation_checkpointing`: how `deepspeed.checkpointing.checkpoint` keeps what checkpointed parts are given.
+
+    The block wraps no layers: the model calls `checkpoint`. `deepspeed.checkpointing.configure` sets the same by
+    argument, and wins over the block of an engine's config.
+    """
 
     partition_activations: bool = False
-    """Shard saved inputs over the model-parallel ranks."""
+    """Keep each input in shards over the tensor-parallel ranks (of the `mpu`), which all have the same; gathered for
+    recomputation."""
 
     contiguous_memory_optimization: bool = False
-    """Save inputs into buffers made once; needs `partition_activations` and `number_checkpoints`."""
+    """Keep inputs in buffers made once; needs `partition_activations` and `number_checkpoints`."""
 
     cpu_checkpointing: bool = False
-    """Move saved inputs to host memory."""
+    """Move inputs to host memory; the same as `offload.device` = "cpu"."""
 
     number_checkpoints: PositiveWhole | None = None
-    """Checkpointed layers, which sizes the buffers; > 0."""
+    """Checkpointed parts that wait for backward at once, which sizes the buffers; > 0."""
 
     synchronize_checkpoint_boundary: bool = False
-    """Wait for the device at both ends of each checkpointed part."""
+    """Wait for the device at both ends of each checkpointed part, in forward and in backward."""
 
     profile: bool = False
-    """Time forward and backward of each checkpointed part."""
+    """Log the milliseconds of forward and backward of each checkpointed part, on rank 0."""
+
+    offload: ActivationOffloadConfig = Field(default_factory=ActivationOffloadConfig)
+    """Where inputs rest."""
 
     def check(self) -> Iterable[Refusal]:
-        """Buffers need to know what they hold."""
+        """Buffers need to know what they hold, and there is one place."""
         if self.contiguous_memory_optimization and not (self.partition_activations and self.number_checkpoints):
             yield Refusal(
                 "contiguous_memory_optimization",
                 "needed partition_activations = true and number_checkpoints with it",
                 "Set both, or leave it out.",
             )
+        if self.offload.device == "nvme" and self.contiguous_memory_optimization:
+            needed = 'needed another offload.device than "nvme": what rests in a file needs no buffer'
+            yield Refusal("contiguous_memory_optimization", needed, "Leave one of the two out.")
+        if self.offload.device == "nvme" and self.cpu_checkpointing:
+            yield Refusal("cpu_checkpointing", 'needed another offload.device than "nvme"', "Leave one of the two out.")
 
 
 class AioConfig(ConfigModel):

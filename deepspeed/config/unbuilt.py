@@ -81,7 +81,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("graph_harvesting", _OFF),
     Unbuilt("use_data_before_expert_parallelism", _OFF),
     Unbuilt("sequence_parallel_size", "Use 1, or leave it out.", _above(1), status="1 works; more is not built yet"),
-    Unbuilt("activation_checkpointing", "Use torch.utils.checkpoint in the model.", _differs_from_default),
     Unbuilt("flops_profiler.enabled", _OFF),
     Unbuilt("autotuning.enabled", _OFF),
     Unbuilt("checkpoint.parallel_write.pipeline_stage", _OFF),

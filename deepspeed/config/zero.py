@@ -14,7 +14,7 @@ from pydantic import Field
 
 from deepspeed.common.logging import warn_once
 from deepspeed.config.base import ConfigModel
-from deepspeed.config.faults import Refusal
+from deepspeed.config.faults import NVME_NEEDS_A_PLACE, Refusal
 from deepspeed.config.values import (
     FilePath,
     Fraction,
@@ -26,8 +26,6 @@ from deepspeed.config.values import (
 )
 
 __all__ = ["LeafModuleConfig", "LocoConfig", "OffloadOptimizerConfig", "OffloadParamConfig", "ZenFlowConfig", "ZeroConfig"]
-
-_NVME = Refusal("nvme_path", 'needed a directory with device = "nvme"', 'Name one, for example "/local_nvme".')
 
 
 class OffloadParamConfig(ConfigModel):
@@ -57,7 +55,7 @@ class OffloadParamConfig(ConfigModel):
     def check(self) -> Iterable[Refusal]:
         """NVMe needs a place."""
         if self.device == "nvme" and self.nvme_path is None:
-            yield _NVME
+            yield NVME_NEEDS_A_PLACE
 
 
 class OffloadOptimizerConfig(ConfigModel):
@@ -106,7 +104,7 @@ class OffloadOptimizerConfig(ConfigModel):
     def check(self) -> Iterable[Refusal]:
         """NVMe needs a place."""
         if self.device == "nvme" and self.nvme_path is None:
-            yield _NVME
+            yield NVME_NEEDS_A_PLACE
         for key, is_on in (("ratio", self.ratio < 1.0), ("super_offload", self.super_offload)):
             if self.device == "nvme" and is_on:
                 yield Refusal(key, 'needed device "cpu": it steps what is in memory', 'Leave it out, or use device "cpu".')

@@ -5,6 +5,7 @@ from __future__ import annotations
 from deepspeed.common.lazy import attach
 
 _SUBMODULES = (
+    "activation_checkpointing",
     "base_optimizer",
     "checkpoint_engine",
     "config",

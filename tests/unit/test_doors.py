@@ -24,6 +24,10 @@ DOTTED = [
     "deepspeed.accelerator.get_accelerator",
     "deepspeed.ops.adam.DeepSpeedCPUAdam",
     "deepspeed.ops.adam.FusedAdam",
+    "deepspeed.checkpointing._CUDA_RNG_STATE_TRACKER",
+    "deepspeed.checkpointing._set_cuda_rng_state",
+    "deepspeed.checkpointing.configure",
+    "deepspeed.runtime.activation_checkpointing.checkpointing.checkpoint",
     "deepspeed.runtime.base_optimizer.DeepSpeedOptimizer",
     "deepspeed.runtime.checkpoint_engine.checkpoint_engine.CheckpointEngine",
     "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine.TorchCheckpointEngine",
@@ -136,6 +140,13 @@ def test_a_function_replaced_behind_the_partition_parameters_door_is_replaced_in
 
     monkeypatch.setattr(door, "zero_wrapper_for_fp_tensor_constructor", replaced)
     assert init_context.zero_wrapper_for_fp_tensor_constructor is replaced
+
+
+def test_what_is_set_behind_the_checkpointing_door_is_set_in_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    door = importlib.import_module("deepspeed.runtime.activation_checkpointing.checkpointing")
+    assert door is deepspeed.checkpointing is deepspeed.runtime.activation_checkpointing.checkpointing
+    monkeypatch.setattr(door, "_CUDA_RNG_STATE_TRACKER", "theirs")
+    assert deepspeed.checkpointing.get_cuda_rng_tracker() == "theirs"
 
 
 def test_names_of_later_features_say_that_they_are_not_built() -> None:

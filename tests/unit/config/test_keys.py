@@ -161,6 +161,13 @@ BLOCKS: dict[str, dict[str, tuple[Any, list[Any]]]] = {
         "synchronize_checkpoint_boundary": (False, [True]),
         "profile": (False, [True]),
     },
+    "activation_checkpointing.offload": {
+        "device": ("none", ["cpu"]),
+        "nvme_path": (None, ["/tmp"]),
+        "buffer_count": (2, [5]),
+        "min_numel": (4096, [1]),
+        "pin_memory": (True, [False]),
+    },
     "aio": {
         "block_size": (1_048_576, [4096]),
         "queue_depth": (8, [32]),
@@ -627,7 +634,7 @@ def test_every_key_of_a_listed_block_is_in_these_tables() -> None:
     own = {"amp": {"opt_level"}}  # passed on, so there is no field
     nested = {"type", "params", "throughput", "parallel_write", "schedule_config", "tensor_parallel", "eigenvalue"}
     nested |= {"shared_parameters", "data_sampling", "data_routing", "curriculum_learning", "dynamic_batching", "random_ltd"}
-    nested |= {"layer_token_lr_schedule", "leaf_module", "enabled", "tp_size", "classes"}
+    nested |= {"layer_token_lr_schedule", "leaf_module", "enabled", "tp_size", "classes", "offload"}
     for path, keys in BLOCKS.items():
         if path.startswith("compression_training.") or path == "sparse_attention":
             continue  # their sections share models, or keys depend on the mode

@@ -217,6 +217,16 @@ def test_the_class_of_the_error_follows_its_faults() -> None:
         {"checkpoint": {"tag_validation": "maybe"}},
         {"checkpoint": {"parallel_write": {"pipeline_stage": "x"}}},
         {"activation_checkpointing": {"contiguous_memory_optimization": True}},
+        {"activation_checkpointing": {"offload": {"device": "nvme"}}},
+        {"activation_checkpointing": {"cpu_checkpointing": True, "offload": {"device": "nvme", "nvme_path": "/tmp"}}},
+        {
+            "activation_checkpointing": {
+                "partition_activations": True,
+                "contiguous_memory_optimization": True,
+                "number_checkpoints": 2,
+                "offload": {"device": "nvme", "nvme_path": "/tmp"},
+            }
+        },
         {"tensor_parallel": {"autotp_size": 2, "tp": {"tp_size": 4}}},
         {"expert_parallel": {"load_balance_coeff": 0.1}},
         {"expert_parallel": {"expert_tensor_parallel_size": 2}},

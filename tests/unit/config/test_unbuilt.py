@@ -18,7 +18,6 @@ SWITCH_ON: dict[str, Any] = {
     "zero_optimization.mics_shard_size": 8,
     "optimizer.type": "OneBitAdam",
     "sequence_parallel_size": 2,
-    "activation_checkpointing": {"cpu_checkpointing": True},
     "tensor_parallel.autotp_size": 2,
     "tensor_parallel.tensor_parallel.tp_size": 2,
     "pipeline": {"activation_checkpoint_interval": 1},
