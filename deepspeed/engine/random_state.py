@@ -1,7 +1,7 @@
-"""The random generators that training draws from, as plain values: the host's and the device's.
+"""The random generators that training draws from, as plain values: the host's, the device's, and named streams.
 
-Does not live here: the host's generators one by one (`data.generators`), when they are taken and given back. Called by
-`engine.saving` and `engine.loading`.
+Does not live here: the host's generators one by one (`data.generators`), streams (`activations.random_states`), when they
+are taken and given back. Called by `engine.saving` and `engine.loading`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.activations.random_states import tracker
 from deepspeed.data.generators import get_host_state, set_host_state
 
 
@@ -19,6 +20,8 @@ def get_random_state() -> dict[str, Any]:
     accelerator = get_accelerator()
     if accelerator.device_name() != "cpu":
         state["device"] = accelerator.get_rng_state()
+    if streams := tracker.get_states():
+        state["streams"] = streams
     return state
 
 
@@ -28,3 +31,5 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     accelerator = get_accelerator()
     if "device" in state and accelerator.device_name() != "cpu":
         accelerator.set_rng_state(state["device"])
+    if "streams" in state:
+        tracker.set_states(state["streams"])
