@@ -23,6 +23,7 @@ if __name__ == "__main__":
     sys.path[0] = str(_ROOT)  # instead of this folder, whose files must not pass for top-level modules
 
 from benchmarks import (  # noqa: E402
+    activation_checkpointing,
     checkpoint,
     checkpoint_export,
     disk_io,
@@ -51,6 +52,7 @@ _MODULES = (
     train_step,
     zero_step,
     offload_step,
+    activation_checkpointing,
     reduce_update,
     overhead,
     memory,
