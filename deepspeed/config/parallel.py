@@ -250,6 +250,12 @@ class ExpertParallelConfig(ConfigModel):
 class PipelineConfig(ConfigModel):
     """`pipeline`: settings of a model that is a `PipelineModule`."""
 
+    schedule: Literal["1f1b", "gpipe", "interleaved", "zero_bubble"] = "1f1b"
+    """Order in which a stage computes; the numbers are the same. `1f1b`: one forward per backward, which keeps at most as
+    many activations as there are stages from this one on. `gpipe`: all forwards first. `interleaved`: 1F1B over the
+    `PipelineModule(num_chunks=...)` parts of a stage; less idle time, more activations and messages. `zero_bubble`:
+    gradients of weights are put off into idle time. `deepspeed-pipeline draw` shows them."""
+
     stages: PositiveWhole | Literal["auto"] = "auto"
     """Accepted and not read: `PipelineModule` says it."""
 

@@ -332,6 +332,7 @@ BLOCKS: dict[str, dict[str, tuple[Any, list[Any]]]] = {
         "expert_activation": (None, ["silu"]),
     },
     "pipeline": {
+        "schedule": ("1f1b", ["gpipe", "interleaved", "zero_bubble"]),
         "stages": ("auto", [2, "auto"]),
         "partition": ("best", ["uniform"]),
         "seed_layers": (False, [True]),
