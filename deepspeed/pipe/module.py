@@ -65,7 +65,7 @@ class PipelineModule(nn.Module):
         stage_id: this rank's stage.
         forward_funcs: what computes each of this stage's layers, in order.
         tied_modules: this stage's copies of tied modules by key.
-        ties: a `TieGroup` for every key of the whole model.
+        tie_groups: the ties over several stages, by key, the same on all ranks but for their groups.
         mesh: all ranks, with the axes `pipe`, `replica` and `tensor`.
         activation_checkpoint_interval: as given; the configuration's, where it is above 0, replaces it.
 
@@ -120,8 +120,8 @@ class PipelineModule(nn.Module):
         ]
         self.forward_funcs = [call for stretch in self._stretches for call in stretch.calls]
         self.to(get_accelerator().current_device_name())
-        self.ties = join_ties(stages_of_ties(layers, owners), self.mesh)
-        share_first_values(self.ties, dict(self.tied_modules.items()))
+        self.tie_groups = join_ties(stages_of_ties(layers, owners), self.mesh)
+        share_first_values(self.tie_groups, dict(self.tied_modules.items()))
 
     def _keep_loss(self, loss_fn: Callable[..., Any] | None) -> None:
         """Register a loss that is a module on the last stage alone: no other moves, trains or saves it."""
@@ -246,8 +246,8 @@ class PipelineModule(nn.Module):
 
     def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, comm.ProcessGroup]]:
         """Return each parameter that this stage holds a copy of and the group of the ranks that hold the others."""
-        shared = [tie for tie in self.ties.values() if tie.axis is not None and tie.axis.size > 1]
-        return [(param, tie.axis.group) for tie in shared if tie.axis for param in self.tied_modules[tie.key].parameters()]
+        shared = [(tie.key, tie.axis) for tie in self.tie_groups if tie.axis is not None]
+        return [(param, axis.group) for key, axis in shared for param in self.tied_modules[key].parameters()]
 
     def allreduce_tied_weight_gradients(self) -> None:
         """Sum the gradients of tied parameters over their copies; every rank must call it. The engine does so by itself."""

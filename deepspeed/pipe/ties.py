@@ -35,9 +35,9 @@ class TieGroup:
     """The ranks of these stages that share this rank's other coordinates; None where this rank's stage holds no copy."""
 
     @property
-    def owner(self) -> int:
-        """The stage whose copy gives the first values, and counts in norms and checkpoints."""
-        return self.stages[0]
+    def is_owner(self) -> bool:
+        """Whether this rank's copy is the first stage's: it gives the first values and counts in norms and checkpoints."""
+        return self.axis is not None and self.axis.rank == 0
 
 
 def first_specs(layers: Sequence[Layer]) -> dict[str, TiedLayerSpec]:
@@ -70,14 +70,15 @@ def stages_of_ties(layers: Sequence[Layer], stage_of: Sequence[int]) -> dict[str
     return {key: tuple(sorted(held)) for key, held in stages.items()}
 
 
-def join_ties(stages: Mapping[str, tuple[int, ...]], mesh: ParallelMesh) -> dict[str, TieGroup]:
-    """Make the group of every tie; every rank of the world must call it, with the same ties."""
+def join_ties(stages: Mapping[str, tuple[int, ...]], mesh: ParallelMesh) -> tuple[TieGroup, ...]:
+    """Make the groups of the ties over several stages, by key; every rank of the world must call it, with the same ties."""
     grid = ProcessTopology(tuple(mesh.sizes), tuple(mesh.sizes.values()))
     made: dict[tuple[int, ...], AxisGroup | None] = {}
-    for held in stages.values():
+    several = {key: held for key, held in sorted(stages.items()) if len(held) > 1}
+    for held in several.values():
         if held not in made:
             made[held] = _axis_over(held, grid, mesh)
-    return {key: TieGroup(key, held, made[held]) for key, held in stages.items()}
+    return tuple(TieGroup(key, held, made[held]) for key, held in several.items())
 
 
 def _axis_over(held: tuple[int, ...], grid: ProcessTopology, mesh: ParallelMesh) -> AxisGroup | None:
@@ -85,20 +86,20 @@ def _axis_over(held: tuple[int, ...], grid: ProcessTopology, mesh: ParallelMesh)
     mine = None
     for ranks in grid.get_axis_comm_lists("pipe"):
         members = [ranks[stage] for stage in held]
-        # Every rank makes every group, in one order. The axis has that of all stages; a group of one is made when asked for.
-        group = comm.new_group(members) if 1 < len(members) < len(ranks) else None
+        # every rank makes every group, in one order; the axis has that of all stages
+        group = comm.new_group(members) if len(members) < len(ranks) else pipe.group
         if mesh.rank in members:
-            mine = AxisGroup(members, mesh.rank, pipe.group if len(members) == pipe.size > 1 else group)
+            mine = AxisGroup(members, mesh.rank, group)
     return mine
 
 
-def share_first_values(ties: Mapping[str, TieGroup], modules: Mapping[str, nn.Module]) -> None:
+def share_first_values(ties: Sequence[TieGroup], modules: Mapping[str, nn.Module]) -> None:
     """Give every copy the owner's parameters and buffers; all ranks of each tie must call it."""
-    for key, tie in ties.items():
-        if tie.axis is None or tie.axis.size == 1:
+    for tie in ties:
+        if tie.axis is None:
             continue
         with torch.no_grad():
-            for tensor in (*modules[key].parameters(), *modules[key].buffers()):
+            for tensor in (*modules[tie.key].parameters(), *modules[tie.key].buffers()):
                 values = tensor.detach().contiguous()
                 comm.broadcast(values, src=tie.axis.ranks[0], group=tie.axis.group)
                 tensor.copy_(values)

@@ -126,13 +126,12 @@ def _seeded(rank: int, world_size: int, num_stages: int, num_chunks: int, interv
     )
     values = {name: value.clone() for name, value in net.state_dict().items()}
     outputs, gradients = _pass_through(net)
-    tie = net.ties["embed"]
     return {
         "values": values,
         "outputs": outputs,
         "gradients": gradients,
         "parts": net.parts,
-        "tie": (tie.stages, tie.owner, None if tie.axis is None else tie.axis.ranks),
+        "ties": [(tie.key, tie.stages, tie.is_owner, tie.axis and tie.axis.ranks) for tie in net.tie_groups],
         "tied_groups": len(net.get_tied_weights_and_groups()),
         "funcs": len(net.forward_funcs),
     }
@@ -159,14 +158,17 @@ def test_a_seeded_model_is_the_one_of_one_process_however_it_is_cut(
             torch.testing.assert_close(each["gradients"]["tied_modules.embed.words.weight"], gradient, rtol=1e-6, atol=1e-6)
     assert together.keys() == values.keys()
     assert sum(each["funcs"] for each in found) == 8 * world_size // num_stages
+    assert all(len(each["ties"]) == (num_stages > 1) for each in found)
 
 
 def test_copies_of_a_tied_module_are_joined_at_equal_places() -> None:
     """Four ranks, two stages: ranks 0 and 2 are one copy of the model, 1 and 3 the other. Three: the middle has none."""
-    four = [each["tie"] for each in run_ranks(_seeded, 4, 2, 1, 0)]
-    assert four == [((0, 1), 0, (0, 2)), ((0, 1), 0, (1, 3))] * 2
+    four = [each["ties"] for each in run_ranks(_seeded, 4, 2, 1, 0)]
+    members = [(0, 2), (1, 3), (0, 2), (1, 3)]
+    assert four == [[("embed", (0, 1), rank < 2, members[rank])] for rank in range(4)]
     three = run_ranks(_seeded, 3, 3, 1, 0)
-    assert [each["tie"] for each in three] == [((0, 2), 0, (0, 2)), ((0, 2), 0, None), ((0, 2), 0, (0, 2))]
+    held = [(True, (0, 2)), (False, None), (False, (0, 2))]
+    assert [each["ties"] for each in three] == [[("embed", (0, 2), *place)] for place in held]
     assert [each["tied_groups"] for each in three] == [1, 0, 1]
 
 
