@@ -14,7 +14,6 @@ as negative numbers, or the end of the process; here they are `FileIoError`.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -39,8 +38,26 @@ class _Pending(NamedTuple):
 
     request: IoRequest
     file: IoFile
-    finish: Callable[[], None]
-    """What is left to do then: bytes that go on to a device, a validation."""
+    offset: int
+    host: Tensor
+    """The bytes that are moved."""
+
+    into: Tensor
+    """Where they are wanted in the end: the same, or a tensor on a device."""
+
+    validate: bool
+
+    def finish(self) -> None:
+        try:
+            self.request.wait()
+        except FileIoError:
+            self.file.close()
+            raise
+        with self.file:
+            if self.into is not self.host:
+                self.into.copy_(self.host)
+            if self.validate:
+                _compare(self.host, self.file, self.offset)
 
 
 class AioHandle:
@@ -156,14 +173,8 @@ class AioHandle:
         nbytes = _nbytes(buffer, file_offset)
         file = self._engine.open(_path_of(filename), file_offset + nbytes)
         host = self._host_side(buffer)
-
-        def finish() -> None:
-            if host is not buffer:
-                buffer.copy_(host)
-            if validate:
-                _compare(host, file, file_offset)
-
-        return self._begin(_Pending(self._engine.read(file, file_offset, host), file, finish), is_async)
+        request = self._engine.read(file, file_offset, host)
+        return self._begin(_Pending(request, file, file_offset, host, buffer, validate), is_async)
 
     def pwrite(
         self,
@@ -193,12 +204,8 @@ class AioHandle:
         host = self._host_side(buffer)
         if host is not buffer:
             host.copy_(buffer)
-
-        def finish() -> None:
-            if validate:
-                _compare(host, file, file_offset)
-
-        return self._begin(_Pending(self._engine.write(file, file_offset, host), file, finish), is_async)
+        request = self._engine.write(file, file_offset, host)
+        return self._begin(_Pending(request, file, file_offset, host, host, validate), is_async)
 
     def wait(self) -> int:
         """Wait for all transfers that were begun with `async_*`; return how many.
@@ -209,7 +216,7 @@ class AioHandle:
         count, failures = 0, []
         while self._pending:  # each leaves the list when it is over: Ctrl-C in between loses none
             try:
-                _finish(self._pending[0])
+                self._pending[0].finish()
             except FileIoError as error:
                 failures.append(error)
             del self._pending[0]
@@ -267,7 +274,7 @@ class AioHandle:
         if is_async:
             self._pending.append(pending)
             return 0
-        _finish(pending)
+        pending.finish()
         return 1
 
 
@@ -307,16 +314,6 @@ def deepspeed_memcpy(dest: Tensor, src: Tensor) -> int:
         )
     copy_host([(dest, src)])
     return 1
-
-
-def _finish(pending: _Pending) -> None:
-    try:
-        pending.request.wait()
-    except FileIoError:
-        pending.file.close()
-        raise
-    with pending.file:
-        pending.finish()
 
 
 def _path_of(filename: FileName) -> str | Path:

@@ -39,6 +39,10 @@ class Rule:
     lr: float
     weight_decay: float = 0.0
 
+    def __init_subclass__(cls, *, code: int, operator: str, states: int) -> None:
+        super().__init_subclass__()
+        cls.code, cls.operator, cls.states = code, operator, states
+
     def row(self, factor: float, ratio: float = 1.0) -> tuple[float, ...]:
         """The numbers as the kernels read them."""
         beta1, beta2, eps, flag0, flag1 = self._own()
@@ -49,12 +53,9 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Adam(Rule):
+class Adam(Rule, code=0, operator="cpu_adam", states=2):
     """Moments of the gradient: `exp_avg`, `exp_avg_sq`. Decay of the parameter (AdamW), or added to the gradient (L2)."""
 
-    code: ClassVar[int] = 0
-    operator: ClassVar[str] = "cpu_adam"
-    states: ClassVar[int] = 2
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
@@ -73,12 +74,9 @@ class Adam(Rule):
 
 
 @dataclass(frozen=True)
-class Adagrad(Rule):
+class Adagrad(Rule, code=1, operator="cpu_adagrad", states=1):
     """Sum of squares of the gradient; decay is added to the gradient."""
 
-    code: ClassVar[int] = 1
-    operator: ClassVar[str] = "cpu_adagrad"
-    states: ClassVar[int] = 1
     eps: float = 1e-10
 
     def _own(self) -> tuple[float, float, float, bool, bool]:
@@ -86,12 +84,9 @@ class Adagrad(Rule):
 
 
 @dataclass(frozen=True)
-class Lion(Rule):
+class Lion(Rule, code=2, operator="cpu_lion", states=1):
     """One momentum; decay of the parameter."""
 
-    code: ClassVar[int] = 2
-    operator: ClassVar[str] = "cpu_lion"
-    states: ClassVar[int] = 1
     beta1: float = 0.9
     beta2: float = 0.99
 
@@ -100,12 +95,9 @@ class Lion(Rule):
 
 
 @dataclass(frozen=True)
-class Sgd(Rule):
+class Sgd(Rule, code=3, operator="cpu_adam", states=1):
     """One momentum (not 0), which starts as the first gradient; decay is added to the gradient."""
 
-    code: ClassVar[int] = 3
-    operator: ClassVar[str] = "cpu_adam"
-    states: ClassVar[int] = 1
     momentum: float = 0.9
     dampening: float = 0.0
     is_nesterov: bool = False
@@ -115,14 +107,9 @@ class Sgd(Rule):
 
 
 @dataclass(frozen=True)
-class Lamb(Rule):
+class Lamb(Rule, code=4, operator="fused_lamb", states=2):  # the code of the first pass; the second has the next
     """Adam's moments; the update, decay included, is scaled by a ratio that needs its norm: two passes."""
 
-    code: ClassVar[int] = 4
-    """Of the first pass; the second has the next."""
-
-    operator: ClassVar[str] = "fused_lamb"
-    states: ClassVar[int] = 2
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
