@@ -37,9 +37,12 @@ _ZERO: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 
 
 def _case(tier: str, of: str, *goals: Goal) -> Case:
+    benchmark = __name__.rpartition(".")[2]
+    arguments = {"dtype": "bf16", "stage": 3, "tier": tier}
+    tiny = {"model": {"width": 32, "layers": 1, "heads": 2, "vocabulary": 64, "positions": 16}, "warm": 1, "steps": 1}
     return Case(
         f"offload_step {tier}",
-        benchmark=__name__.rpartition(".")[2],
+        benchmark=benchmark,
         contenders=tuple(_ZERO[tier]),
         figures=("step_ms", "first_loss", "last_loss"),
         of=of,
@@ -49,7 +52,10 @@ def _case(tier: str, of: str, *goals: Goal) -> Case:
         multiplies_bf16=True,
         loss_tolerance=1e-2,
         loss_exempt=frozenset({(ORIGINAL, "last")}),  # it counts one step more than it was given
-        arguments={"dtype": "bf16", "stage": 3, "tier": tier, "warm": 2, "steps": 8},
+        arguments={**arguments, "warm": 2, "steps": 8},
+        warm_up=Case(
+            f"offload_step {tier}, warm-up", benchmark, (ORIGINAL,), ("step_ms",), ORIGINAL, arguments={**arguments, **tiny}
+        ),
     )
 
 

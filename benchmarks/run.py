@@ -111,8 +111,15 @@ def _say(text: str) -> None:
     print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
 
 
-def _warm_up(interpreters: Interpreters) -> None:
-    for case in initialize.WARM_UP:
+def warm_ups(cases: Sequence[Case]) -> list[Case]:
+    """Runs of the original that make it compile what it needs for `cases`: no pair waits for a compiler."""
+    with_original = [case for case in cases if ORIGINAL in case.contenders]
+    own = [case.warm_up for case in with_original if case.warm_up is not None]
+    return [*initialize.WARM_UP, *own] if with_original else []
+
+
+def _warm_up(cases: Sequence[Case], interpreters: Interpreters) -> None:
+    for case in warm_ups(cases):
         _say("the original compiles what it has not compiled before: minutes at the first time, seconds later")
         run = run_case(case, ORIGINAL, 0, interpreters, timeout_seconds=_COMPILING_SECONDS)
         if run.measured is None:
@@ -169,8 +176,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the ranks are ended on the way out
     interpreters = Interpreters(options.work.absolute(), os.path.abspath(options.peer) if options.peer else None)
     began, before = time.time(), machine_facts()
-    if not options.cold and any(ORIGINAL in case.contenders for case in cases):
-        _warm_up(interpreters)
+    if not options.cold:
+        _warm_up(cases, interpreters)
     runs: list[Run] = []
     machine = before
     for run in _run_all(cases, options.pairs, interpreters, is_cold=options.cold):

@@ -70,6 +70,7 @@ class Case:
         loss_tolerance: relative difference of losses beyond which the comparison is void; None: it has no losses.
         loss_exempt: (contender, loss) that are shown but not compared.
         arguments: handed to `measure`.
+        warm_up: a run of the original before the first pair, which compiles what it needs for this case and few others.
     """
 
     title: str
@@ -85,6 +86,7 @@ class Case:
     loss_tolerance: float | None = None
     loss_exempt: frozenset[tuple[str, str]] = frozenset()
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    warm_up: Case | None = None
 
     def contenders_in(self, pair: int, pairs: int | None = None) -> Iterator[str]:
         """Who runs in `pair`, in order. `pairs` given: everybody runs that often."""

@@ -9,6 +9,7 @@ nothing is compiled. Every process is the leader of a session of its own and is 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -22,7 +23,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from benchmarks.harness.cases import AGAIN, ORIGINAL, OURS, Case, Measured, Run, merge
+from deepspeed.launcher.processes import signal_all
 
 _WORKER = Path(__file__).with_name("worker.py")
 _ADDRESS = "127.0.0.1"
@@ -46,13 +50,23 @@ class Interpreters:
         return self.peer
 
     def compiled(self, contender: str, scratch: Path, *, is_cold: bool) -> Path:
-        """Folder for compiled operators. A build that was stopped leaves a lock on which every later one waits."""
+        """Folder for compiled operators; without locks of builds that were stopped, for which every later one would wait."""
         if contender != ORIGINAL or is_cold:
             return scratch / "compiled"
         folder = self.work / "compiled-by-original"
         for lock in folder.rglob("lock"):
-            lock.unlink()
+            if not _is_being_built(lock.resolve()):
+                lock.unlink(missing_ok=True)
         return folder
+
+
+def _is_being_built(lock: Path) -> bool:
+    """Whether the process that made the lock lives, which keeps it open, or a compiler of its, which works beside it."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # it has ended, or is somebody else's
+            if process.cwd() == str(lock.parent) or any(file.path == str(lock) for file in process.open_files()):
+                return True
+    return False
 
 
 def run_case(
@@ -139,7 +153,9 @@ def _wait(processes: list[subprocess.Popen[bytes]], deadline: float) -> str | No
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)  # its own session: what it started, and nothing else
+        below = psutil.Process(process.pid).children(recursive=True)  # ninja gives each compiler a group of its own
+        os.killpg(process.pid, signal.SIGKILL)
+        signal_all(below, signal.SIGKILL)
     process.wait()
 
 

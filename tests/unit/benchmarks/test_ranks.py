@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from benchmarks.harness.cases import ORIGINAL, OURS, Case
 from benchmarks.harness.ranks import Interpreters, remove_segments, run_case
+from deepspeed.launcher.processes import adopting_orphans, descendants, end_processes
 
 
 def case(benchmark: str = "import_time") -> Case:
@@ -63,6 +67,39 @@ def test_a_lock_that_a_stopped_build_left_is_removed(tmp_path: Path) -> None:
     kept = Interpreters(tmp_path, "python").compiled(ORIGINAL, tmp_path / "scratch", is_cold=False)
     assert kept == tmp_path / "compiled-by-original"
     assert not lock.exists()
+
+
+def _is_kept(lock: Path, work: Path) -> bool:
+    Interpreters(work, "python").compiled(ORIGINAL, work / "scratch", is_cold=False)
+    return lock.exists()
+
+
+def test_a_lock_of_a_build_that_goes_on_is_kept(tmp_path: Path) -> None:
+    lock = tmp_path / "compiled-by-original" / "some_op" / "lock"
+    lock.parent.mkdir(parents=True)
+    descriptor = os.open(lock, os.O_CREAT | os.O_EXCL)  # as torch makes it, and keeps it open
+    assert _is_kept(lock, tmp_path)
+    os.close(descriptor)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, cwd=lock.parent):  # a compiler
+        assert _is_kept(lock, tmp_path)
+    assert not _is_kept(lock, tmp_path)
+
+
+def test_a_run_is_ended_with_what_has_left_its_group(tmp_path: Path) -> None:
+    script = tmp_path / "python"
+    code = "import subprocess; subprocess.run(['sleep', '60'], start_new_session=True)"
+    script.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{code}"\n')
+    script.chmod(0o755)
+    before = {child.pid for child in descendants()}
+    with adopting_orphans():
+        try:
+            run = run_case(case(), ORIGINAL, 0, Interpreters(tmp_path, str(script)), timeout_seconds=1)
+            assert run.error is not None
+            assert run.error.startswith("not done in time")
+            left = [child for child in descendants() if child.pid not in before]
+            assert psutil.wait_procs(left, timeout=5)[1] == []
+        finally:
+            end_processes(before, seconds=0)
 
 
 def test_the_shared_memory_that_the_original_leaves_is_removed_and_no_other(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.harness.cases import AGAIN, ORIGINAL, OURS, Measured, Run
 from benchmarks.harness.report import as_json, case_lines
-from benchmarks.run import choose, plan, schedule, with_contenders
+from benchmarks.run import choose, plan, schedule, warm_ups, with_contenders
 
 
 def options(**changes: object) -> argparse.Namespace:
@@ -50,6 +50,16 @@ def test_without_an_interpreter_the_original_is_left_out_and_that_is_said() -> N
     assert all(ORIGINAL not in case.contenders for case in cases)
     assert len(notes) == 1
     assert "left out: original" in notes[0]
+
+
+def test_the_original_compiles_what_the_chosen_cases_need_before_the_first_pair() -> None:
+    def titles(*only: str, has_peer: bool = True) -> list[str]:
+        return [case.title for case in warm_ups([with_contenders(case, has_peer=has_peer) for case in choose(only)])]
+
+    always = ["initialize warm-up fp32", "initialize warm-up bf16"]
+    assert titles("overhead fp32") == always
+    assert titles("offload_step nvme", "overhead fp32") == [*always, "offload_step nvme, warm-up"]
+    assert titles("offload_step", has_peer=False) == []
 
 
 def test_noise_runs_ours_twice_in_a_pair() -> None:
