@@ -14,6 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from deepspeed.comm.world import get_local_rank
+from deepspeed.common.logging import log_dist
 from deepspeed.config.batch import BatchSizes
 from deepspeed.config.offload import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.engine.loader import build_loader
@@ -136,6 +137,14 @@ class CompatibleMembers:
     def get_wall_clock_timers(self) -> dict[str, float]:
         """Milliseconds per timer since its last reset; empty without `wall_clock_breakdown`."""
         return {name: timer.elapsed(reset=False) for name, timer in self.timers.get_timers().items()}
+
+    def print_forward_breakdown(self, fwd_time: float) -> None:
+        """Log the milliseconds of a forward on rank 0. There are no expert layers yet whose part could be told apart."""
+        log_dist(f"time (ms) | forward: {fwd_time:.2f}")
+
+    def get_compile_time(self) -> list[Any]:
+        """Times of the passes over compiled graphs (`compile.deepcompile`, not built yet); `engine.compile()` makes none."""
+        return []
 
     @property
     def communication_data_type(self) -> torch.dtype:

@@ -20,6 +20,7 @@ from deepspeed.precision.loss_scaler import NullScaler
 from deepspeed.zero.coordinator import ParameterCoordinator
 from deepspeed.zero.master import MasterWeights
 from deepspeed.zero.optimizer import ZeroOptimizer
+from deepspeed.zero.parameter_offload import ParameterOffload
 from deepspeed.zero.reducer import GradientReducer
 from deepspeed.zero.residence import Residence
 from deepspeed.zero.state_io import carry_state
@@ -43,7 +44,7 @@ def build_training(
     reducer = _reducer(request, terms, partition, coordinator)
     master = _masters(request, terms, basic, partition, residence)
     carry_state(master, client_state)
-    return ZeroOptimizer(
+    optimizer = ZeroOptimizer(
         master,
         reducer,
         terms.scaler,
@@ -54,6 +55,9 @@ def build_training(
         computes_norm=config.zero_optimization.compute_grad_norm,
         frozen=partition.frozen,
     )
+    if config.zero_optimization.stage == 3:
+        optimizer.parameter_offload = ParameterOffload(request.module, coordinator)
+    return optimizer
 
 
 def _reducer(

@@ -393,7 +393,7 @@ class ParameterCoordinator:
             guest = Unit(len(self.pool.units), name, (module,), (), gather_by_gatherer, is_whole=True)
             self.pool.add(guest)
             self._by_module[module] = guest
-            if self.hooks.handles:
+            if self.hooks.are_on:
                 self.hooks.install([guest])
         if guest is not unit:
             guest.externals[unit] = None

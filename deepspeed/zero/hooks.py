@@ -48,7 +48,15 @@ class UnitHooks:
         self._moments = moments
         self._units: list[Unit] = []
         self._compiler_knows = False
-        self.handles: list[Any] = []
+        self.on_modules: list[Any] = []
+        """Handles. A client may remove them all and put an empty list here (`zero.parameter_offload`)."""
+        self.on_parameters: list[Any] = []
+        """Likewise."""
+
+    @property
+    def are_on(self) -> bool:
+        """Whether there are any."""
+        return bool(self.on_modules or self.on_parameters)
 
     def install(self, units: Sequence[Unit]) -> None:
         """Put hooks on `units`, which have none."""
@@ -59,7 +67,7 @@ class UnitHooks:
 
     def refresh(self) -> None:
         """Tell the compiler about the hooks if it was loaded since they were put on."""
-        if self.handles and not self._compiler_knows and _is_compiler_loaded():
+        if self.are_on and not self._compiler_knows and _is_compiler_loaded():
             units = self._units
             self.remove()
             self.install(units)
@@ -67,19 +75,20 @@ class UnitHooks:
     def _install(self, unit: Unit) -> None:
         before = _not_compiled(partial(self._moments.before_forward, unit))
         after = _not_compiled(partial(self._moments.after_forward, unit))
-        self.handles.append(unit.modules[0].register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-        self.handles.append(unit.modules[-1].register_forward_hook(after, always_call=True))
+        self.on_modules.append(unit.modules[0].register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        self.on_modules.append(unit.modules[-1].register_forward_hook(after, always_call=True))
         for piece in unit.pieces:
             for index, member in enumerate(piece.members):
                 if member.param.requires_grad:
                     hook = partial(self._moments.before_accumulate, unit, piece, index)
-                    self.handles.append(member.param.register_hook(hook))  # type: ignore[no-untyped-call]
+                    self.on_parameters.append(member.param.register_hook(hook))  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
         """Take every hook off."""
-        for handle in self.handles:
-            handle.remove()
-        self.handles.clear()
+        for handles in (self.on_modules, self.on_parameters):
+            for handle in handles:
+                handle.remove()
+            handles.clear()
         self._units = []
 
 

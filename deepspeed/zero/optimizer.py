@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -33,6 +33,9 @@ from deepspeed.zero.norm import sum_of_squares, sum_over_shards, total
 from deepspeed.zero.outcome import Late, Outcome
 from deepspeed.zero.reducer import GradientReducer
 from deepspeed.zero.state_io import hand_back, put_all_away, whole_state_dict
+
+if TYPE_CHECKING:
+    from deepspeed.zero.parameter_offload import ParameterOffload
 
 logger = get_logger(__name__)
 
@@ -58,6 +61,9 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
         frozen: sharded parameters that nothing updates; `offload_states` moves them too.
         computes_norm: False leaves the norm out (`compute_grad_norm`); non-finite gradients are still noticed.
     """
+
+    parameter_offload: ParameterOffload
+    """Only at stage 3 (`hasattr` tells): the hooks of sharded parameters, for clients that take them off for a while."""
 
     def __init__(
         self,

@@ -109,6 +109,17 @@ class UnitPool:
         """Whether the current pass is one that builds a graph."""
         return self._pass is self._passes[True]
 
+    @property
+    def knows_order(self) -> bool:
+        """Whether a whole pass of the current kind was recorded."""
+        return self._pass.trace.is_known
+
+    def forget_order(self) -> None:
+        """Expect nothing of the passes to come. All ranks call it: what is gathered ahead is gathered together."""
+        for known in self._passes.values():
+            known.trace.forget()
+            known.lookahead.restart()
+
     def close_pass(self) -> None:
         """The current pass is over; the next one of its kind is expected to be like it."""
         if self._pass.trace.close() and self.settings.logs_changes:

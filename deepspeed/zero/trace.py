@@ -82,10 +82,18 @@ class Trace:
         has_changed = recorded != self._expected
         if has_changed:
             self._expect(recorded)
+        self._restart()
+        return has_changed and was_known
+
+    def forget(self) -> None:
+        """Expect nothing: the next pass is the first."""
+        self._expect([])
+        self._restart()
+
+    def _restart(self) -> None:
         self._recorded = []
         self._differences = 0
         self.position = -1
-        return has_changed and was_known
 
     def _expect(self, sequence: list[int]) -> None:
         self._expected = sequence

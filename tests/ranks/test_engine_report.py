@@ -53,6 +53,8 @@ def _monitored(rank: int, world_size: int, folder: str) -> tuple[list[float], li
         assert norm is not None
         norms.append(norm)
     assert comm.get_comm_operation_count() > 0
+    engine.print_forward_breakdown(12.345)
+    assert engine.get_compile_time() == []
     engine.destroy()
     return means, norms, records.lines
 
@@ -64,7 +66,7 @@ def _column(folder: Path, name: str) -> list[tuple[int, float]]:
 
 
 def test_monitors_get_the_mean_loss_of_all_micro_batches_and_ranks(tmp_path: Path) -> None:
-    means, norms, lines = run_ranks(_monitored, 2, str(tmp_path))[0]
+    (means, norms, lines), (_, _, other_lines) = run_ranks(_monitored, 2, str(tmp_path))
     samples = [24, 48, 72, 96]  # 4 rows x 3 micro-batches x 2 ranks
     losses = _column(tmp_path / "csv", "train_loss")
     assert [s for s, _ in losses] == samples
@@ -75,6 +77,8 @@ def test_monitors_get_the_mean_loss_of_all_micro_batches_and_ranks(tmp_path: Pat
         assert all(ms >= 0 for _, ms in _column(tmp_path / "csv", f"elapsed_time_ms_{name}"))
     _check_tensorboard(tmp_path / "tb", means)
     _check_lines(lines)
+    told = "time (ms) | forward: 12.35"
+    assert (told in lines, told in other_lines) == (True, False)
 
 
 def _check_tensorboard(folder: Path, means: list[float]) -> None:

@@ -26,6 +26,17 @@ def test_nothing_is_foreseen_before_a_pass_was_recorded() -> None:
     assert not trace.was_used(0)
 
 
+def test_what_is_forgotten_in_the_middle_of_a_pass_is_recorded_anew() -> None:
+    trace = _trace(0, 1, 2)
+    trace.use(0)
+    trace.forget()
+    assert (trace.is_known, trace.length, trace.position, trace.next_place(1)) == (False, 0, -1, None)
+    for unit in (3, 1):
+        trace.use(unit)
+    assert trace.close() is False  # the first pass differs from nothing
+    assert [trace.unit_at(place) for place in range(trace.length)] == [3, 1]
+
+
 def test_the_distance_is_what_other_uses_need_before_the_next_one() -> None:
     trace = _trace(0, 1, 2, 2, 1, 0)
     assert trace.length == 6
