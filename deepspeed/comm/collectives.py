@@ -59,12 +59,15 @@ _TAIL = [
 # -------------------------------------------------------------------- watching a call
 
 
-def _watched(payload: str | None, form: Form = "collective") -> Callable[[Callable[P, R]], Callable[P, R]]:
+def _watched(
+    payload: str | None, form: Form = "collective", *, is_part: bool = False
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Record, follow and explain calls of a collective.
 
     Args:
         payload: the argument whose bytes count; None: no bytes.
         form: how the watch follows it; see `comm.follow`.
+        is_part: the payload is one rank's equal part of the message; the log has the bytes of all.
     """
 
     def wrap(function: Callable[P, R]) -> Callable[P, R]:
@@ -78,7 +81,7 @@ def _watched(payload: str | None, form: Form = "collective") -> Callable[[Callab
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             try:
                 if RECORDER.enabled:
-                    return cast("R", _recorded(run, function.__name__, signature, payload, args, kwargs))
+                    return cast("R", _recorded(run, function.__name__, signature, payload, is_part, args, kwargs))
                 if kwargs:
                     _drop_tail(kwargs)
                 return run(*args, **kwargs)
@@ -132,6 +135,7 @@ def _recorded(
     operation: str,
     signature: inspect.Signature,
     payload: str | None,
+    is_part: bool,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
@@ -143,8 +147,8 @@ def _recorded(
     if RECORDER.debug:
         name = f"{name} | [Caller Func: {debug or sys._getframe(2).f_code.co_name}]"
     given = signature.bind(*args, **kwargs).arguments
-    nbytes = nbytes_of(given.get(payload)) if payload else 0
     world_size = dist.get_world_size(given.get("group"))
+    nbytes = (nbytes_of(given.get(payload)) if payload else 0) * (world_size if is_part else 1)
     synchronize = get_accelerator().synchronize
     synchronize()
     start = time.perf_counter()
@@ -192,7 +196,7 @@ def reduce(tensor: torch.Tensor, dst: int, op: Any = SUM, group: Group = None, a
     return dist.reduce(tensor, dst, op, group, async_op)
 
 
-@_watched("output")
+@_watched("output", is_part=True)
 def reduce_scatter(
     output: torch.Tensor, input_list: list[torch.Tensor], op: Any = SUM, group: Group = None, async_op: bool = False
 ) -> Any:
@@ -200,7 +204,7 @@ def reduce_scatter(
     return dist.reduce_scatter(output, input_list, op, group, async_op)
 
 
-@_watched("output_tensor")
+@_watched("output_tensor", is_part=True)
 def reduce_scatter_tensor(
     output_tensor: torch.Tensor, tensor: torch.Tensor, op: Any = SUM, group: Group = None, async_op: bool = False
 ) -> Any:
@@ -208,7 +212,7 @@ def reduce_scatter_tensor(
     return _reduce_scatter_single(output_tensor, tensor, op, group, async_op)
 
 
-@_watched("output_tensor")
+@_watched("output_tensor", is_part=True)
 def reduce_scatter_fn(
     output_tensor: torch.Tensor, tensor: torch.Tensor, op: Any = SUM, group: Group = None, async_op: bool = False
 ) -> Any:
@@ -219,13 +223,13 @@ def reduce_scatter_fn(
 # -------------------------------------------------------------------- gathers
 
 
-@_watched("tensor")
+@_watched("tensor", is_part=True)
 def all_gather(tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Group = None, async_op: bool = False) -> Any:
     """Gather every rank's `tensor` into `tensor_list`, in group order, on every rank."""
     return dist.all_gather(tensor_list, tensor, group, async_op)
 
 
-@_watched("tensor")
+@_watched("tensor", is_part=True)
 def all_gather_into_tensor(
     output_tensor: torch.Tensor, tensor: torch.Tensor, group: Group = None, async_op: bool = False
 ) -> Any:
@@ -233,7 +237,7 @@ def all_gather_into_tensor(
     return _all_gather_single(output_tensor, tensor, group, async_op)
 
 
-@_watched("input_tensors", "opaque")
+@_watched("input_tensors", "opaque", is_part=True)
 def all_gather_coalesced(
     output_tensors: list[torch.Tensor], input_tensors: list[torch.Tensor], group: Group = None, async_op: bool = False
 ) -> Any:
@@ -244,7 +248,7 @@ def all_gather_coalesced(
     return work if async_op else None
 
 
-@_watched("input_tensor")
+@_watched("input_tensor", is_part=True)
 def allgather_fn(
     output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Group = None, async_op: bool = False
 ) -> Any:
@@ -252,7 +256,7 @@ def allgather_fn(
     return _all_gather_single(output_tensor, input_tensor, group, async_op)
 
 
-@_watched("tensor")
+@_watched("tensor", is_part=True)
 def gather(
     tensor: torch.Tensor,
     gather_list: list[torch.Tensor] | None = None,
@@ -264,7 +268,7 @@ def gather(
     return dist.gather(tensor, gather_list, dst, group, async_op)
 
 
-@_watched("tensor")
+@_watched("tensor", is_part=True)
 def scatter(
     tensor: torch.Tensor,
     scatter_list: list[torch.Tensor] | None = None,

@@ -3,15 +3,16 @@
 Lives here: the log and its arithmetic. Does not live here: timing a call (`collectives`, which asks `RECORDER.enabled`
 and nothing else while the log is off).
 
-Bandwidth, for n ranks, b bytes and t milliseconds (source: "Performance" in the documentation of nccl-tests):
+For n ranks, b bytes and t milliseconds the algorithm bandwidth is b / t. The bus bandwidth can be compared with a link's
+(source: "Performance" in the documentation of nccl-tests):
 
-    operation                    algorithm bandwidth     bus bandwidth
-    all_reduce                   2 b / t                 (b / t) 2 (n - 1) / n
-    all_gather, reduce_scatter   b n / t                 (b n / t) (n - 1) / n      b = one rank's shard
-    all_to_all                   b / t                   (b / t) (n - 1) / n
-    others                       b / t                   b / t
+    operation                                     b, the byte count in the log            bus bandwidth
+    all_reduce                                    one rank's tensor: all have its size    (b / t) 2 (n - 1) / n
+    all_gather, reduce_scatter, gather, scatter   what all ranks' parts have together     (b / t) (n - 1) / n
+    all_to_all                                    what one rank sends                     (b / t) (n - 1) / n
+    others                                        the message                             b / t
 
-Bytes per millisecond times 8 / 10^6 are Gbit/s. The byte count in the log is b.
+Bytes per millisecond times 8 / 10^6 are Gbit/s.
 """
 
 from __future__ import annotations
@@ -41,6 +42,10 @@ Log = dict[str, dict[int, list[Any]]]
 """`{operation: {bytes: [count, [ms, ...], [algorithm Gbit/s, ...], [bus Gbit/s, ...]]}}`"""
 
 
+_OF_PARTS = ("all_gather", "allgather", "reduce_scatter", "gather", "scatter", "all_to_all")
+"""Beginnings of the operations of which each rank keeps, or has had, one part in n."""
+
+
 class Bandwidth(NamedTuple):
     """Gbit/s of one call."""
 
@@ -53,7 +58,7 @@ def bandwidth(operation: str, nbytes: int, milliseconds: float, world_size: int)
 
     Args:
         operation: name of the collective; the beginning decides the formula (`"all_gather_into_tensor"`).
-        nbytes: bytes of the message, of one rank's shard for all-gather and reduce-scatter.
+        nbytes: of the message: b in the table above.
         milliseconds: how long the call took.
         world_size: ranks that took part.
     """
@@ -62,10 +67,8 @@ def bandwidth(operation: str, nbytes: int, milliseconds: float, world_size: int)
     share_sent = (world_size - 1) / world_size
     rate = nbytes / milliseconds * 8 / 1e6
     if "all_reduce" in operation:  # inference_all_reduce too
-        return Bandwidth(2 * rate, 2 * rate * share_sent)
-    if operation.startswith(("all_gather", "allgather", "reduce_scatter")):
-        return Bandwidth(rate * world_size, rate * world_size * share_sent)
-    if operation.startswith("all_to_all"):
+        return Bandwidth(rate, 2 * rate * share_sent)
+    if operation.startswith(_OF_PARTS):
         return Bandwidth(rate, rate * share_sent)
     return Bandwidth(rate, rate)
 

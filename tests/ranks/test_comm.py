@@ -159,6 +159,10 @@ def _log(rank: int, world_size: int) -> dict[str, Any]:
     for work in works:
         work.wait()
     comm.all_gather_into_tensor(torch.empty(8), torch.ones(4))
+    comm.reduce_scatter_tensor(torch.empty(4), torch.ones(8))
+    comm.all_gather([torch.empty(4), torch.empty(4)], torch.ones(4))
+    comm.gather(torch.ones(4), [torch.empty(4), torch.empty(4)] if rank == 0 else None, dst=0)
+    comm.all_to_all_single(torch.empty(8), torch.ones(8))
     if rank == 1:
         time.sleep(0.5)  # the straggler itself: not waiting for anything
     comm.all_reduce(torch.ones(4))
@@ -169,8 +173,13 @@ def _log(rank: int, world_size: int) -> dict[str, Any]:
 
 def test_the_log_tells_who_waited_for_a_straggler() -> None:
     first, second = run_ranks(_log, 2)
-    assert list(first) == ["irecv", "isend", "all_gather_into_tensor", "all_reduce"]
-    assert first["all_gather_into_tensor"][16]["count"] == 1
+    of_parts = ["all_gather_into_tensor", "reduce_scatter_tensor", "all_gather", "gather", "all_to_all_single"]
+    assert list(first) == ["irecv", "isend", *of_parts, "all_reduce"]
+    for name in of_parts:  # 32 bytes in all; of each, a rank has half already
+        figures = first[name][32]
+        assert figures["count"] == 1
+        assert figures["tput_avg_gbps"] == pytest.approx(32 * 8 / 1e6 / figures["total_latency_ms"])
+        assert figures["busbw_avg_gbps"] == pytest.approx(figures["tput_avg_gbps"] / 2)
     assert first["all_reduce"][16]["straggler_ms"] > 250  # rank 1 came 500 ms late
     assert second["all_reduce"][16]["straggler_ms"] < 250
     assert first["all_reduce"][16]["min_latency_ms"] == second["all_reduce"][16]["min_latency_ms"]

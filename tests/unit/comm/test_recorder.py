@@ -34,11 +34,13 @@ RATE = MIB / 2.0 * 8 / 1e6  # 1 MiB in 2 ms, in Gbit/s
 @pytest.mark.parametrize(
     ("operation", "algorithm", "bus"),
     [
-        ("all_reduce", 2 * RATE, 2 * RATE * 3 / 4),
-        ("inference_all_reduce", 2 * RATE, 2 * RATE * 3 / 4),
-        ("all_gather_into_tensor", 4 * RATE, 4 * RATE * 3 / 4),
-        ("allgather_fn", 4 * RATE, 4 * RATE * 3 / 4),
-        ("reduce_scatter_tensor", 4 * RATE, 4 * RATE * 3 / 4),
+        ("all_reduce", RATE, 2 * RATE * 3 / 4),
+        ("inference_all_reduce", RATE, 2 * RATE * 3 / 4),
+        ("all_gather_into_tensor", RATE, RATE * 3 / 4),
+        ("allgather_fn", RATE, RATE * 3 / 4),
+        ("reduce_scatter_tensor", RATE, RATE * 3 / 4),
+        ("gather", RATE, RATE * 3 / 4),
+        ("scatter", RATE, RATE * 3 / 4),
         ("all_to_all_single", RATE, RATE * 3 / 4),
         ("broadcast", RATE, RATE),
         ("send", RATE, RATE),
@@ -54,7 +56,7 @@ def test_bandwidth_follows_the_formula_of_the_operation(operation: str, algorith
 def test_the_bus_never_carries_more_than_twice_the_algorithm(nbytes: int, milliseconds: float, ranks: int) -> None:
     for operation in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"):
         algorithm, bus = bandwidth(operation, nbytes, milliseconds, ranks)
-        assert 0 <= bus <= algorithm
+        assert 0 <= bus <= 2 * algorithm
 
 
 def test_records_are_kept_by_name_and_size() -> None:
@@ -64,7 +66,7 @@ def test_records_are_kept_by_name_and_size() -> None:
     log.append("broadcast", "weights", 1.0, 10, 4)
     count, milliseconds, algorithm, bus = log.comms_dict["all_reduce"][MIB]
     assert (count, milliseconds) == (2, [2.0, 4.0])
-    assert algorithm == pytest.approx([2 * RATE, RATE])
+    assert algorithm == pytest.approx([RATE, RATE / 2])
     assert bus == pytest.approx([1.5 * RATE, 0.75 * RATE])
     assert log.count() == 3
     assert log.operations() == ["all_reduce", "weights"]
@@ -78,7 +80,7 @@ def test_the_summary_averages_and_tells_what_stragglers_cost() -> None:
     assert plain["count"] == 2
     assert plain["total_latency_ms"] == 6.0
     assert plain["avg_latency_ms"] == 3.0
-    assert plain["tput_avg_gbps"] == pytest.approx(1.5 * RATE)
+    assert plain["tput_avg_gbps"] == pytest.approx(0.75 * RATE)
     assert "straggler_ms" not in plain
     late = log.summary(lambda own: [1.0 for _ in own])["all_reduce"][MIB]
     assert (late["min_latency_ms"], late["straggler_ms"]) == (2.0, 4.0)
@@ -140,5 +142,5 @@ def test_a_verbose_log_tells_each_call(caplog: pytest.LogCaptureFixture) -> None
     with caplog.at_level(logging.INFO, logger="DeepSpeed"):
         RECORDER.append("all_reduce", "all_reduce", 2.0, MIB, 4)
     assert caplog.records[0].getMessage() == (
-        "comm op: all_reduce | time (ms): 2.00 | msg size: 1.00 MiB | algbw (Gbps): 8.39 | busbw (Gbps): 6.29"
+        "comm op: all_reduce | time (ms): 2.00 | msg size: 1.00 MiB | algbw (Gbps): 4.19 | busbw (Gbps): 6.29"
     )
