@@ -22,6 +22,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from deepspeed.launcher.processes import adopting_orphans, descendants, end_processes, signal_all
+
 REPOSITORY = Path(__file__).parents[2]
 QUICK = "-DDS_NATIVE_ISAS=generic -DCMAKE_BUILD_TYPE=Debug"
 LITTLE = {"DS_BUILD_OPS": "0", "DS_BUILD_QUANTIZER": "1"}
@@ -313,13 +315,20 @@ def test_a_build_that_is_killed_does_not_stop_the_next(sdist: Path, tmp_path: Pa
         str(sdist),
     ]
     environ = _environ(PATH=_with_tools(), CXX=str(script), HOLD=str(hold), TMPDIR=str(tmp_path), CMAKE_ARGS=QUICK, **LITTLE)
-    build = subprocess.Popen(argv, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-    process = psutil.Process(build.pid)
-    while not any("isa.cpp" in " ".join(_cmdline(each)) for each in process.children(recursive=True)):
-        assert build.poll() is None, "the build ended before it compiled"
-        time.sleep(0.1)  # looking costs the build its processor
-    os.killpg(build.pid, signal.SIGKILL)  # pip, CMake, ninja and the compiler, in the middle of a file
-    assert build.wait(30) == -signal.SIGKILL
+    before = {child.pid for child in descendants()}
+    with adopting_orphans():  # so that what is left of the build is below this process
+        try:
+            build = psutil.Popen(argv, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            while not any("isa.cpp" in " ".join(_cmdline(each)) for each in build.children(recursive=True)):
+                assert build.poll() is None, "the build ended before it compiled"
+                time.sleep(0.1)  # looking costs the build its processor
+            tree = [build, *build.children(recursive=True)]
+            signal_all(tree, signal.SIGKILL)  # pip, CMake, ninja and, in the middle of a file, compilers
+            psutil.wait_procs(tree, timeout=30)
+            assert build.returncode == -signal.SIGKILL
+            assert {child.pid for child in descendants()} <= before
+        finally:
+            end_processes(before, seconds=0)  # ninja gives each compiler a group of its own
     assert not list((tmp_path / "out").glob("*.whl"))
 
     done = _wheel(sdist, tmp_path / "out", TMPDIR=str(tmp_path), CMAKE_ARGS=QUICK, **LITTLE)
