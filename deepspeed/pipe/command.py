@@ -24,7 +24,7 @@ __all__ = ["main"]
 def main(words: Sequence[str] | None = None) -> None:
     """Run the command; None means the words of this process. Exits with the reason, status 1, where there is no schedule."""
     args = _parse(words)
-    costs = Costs(*args.costs, transfer=args.transfer)
+    costs = args.costs._replace(transfer=args.transfer)
     try:
         orders = [
             order_of(args.schedule, stage, args.stages, args.micro_batches, args.chunks) for stage in range(args.stages)
@@ -50,7 +50,7 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     draw.add_argument(
         "--costs",
         type=_costs,
-        default=(1.0, 1.0, 1.0),
+        default=Costs(),
         metavar="F,B,W",
         help="time of one micro-batch on a stage: forward, gradients of inputs, gradients of weights; default: 1,1,1",
     )
@@ -68,11 +68,11 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _costs(text: str) -> tuple[float, ...]:
-    costs = tuple(float(part) for part in text.split(","))
-    if len(costs) != 3 or min(costs) <= 0:
+def _costs(text: str) -> Costs:
+    times = [float(part) for part in text.split(",")]
+    if len(times) != 3 or min(times) <= 0:
         raise argparse.ArgumentTypeError(f"{text!r}: needed are three times above 0, for example 1,1,1")
-    return costs
+    return Costs(*times)
 
 
 def _title(args: argparse.Namespace) -> str:
