@@ -29,6 +29,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from deepspeed.comm.divergence import shortened
 from deepspeed.comm.patience import ProcessIdentity, known_host_identity
 from deepspeed.common.addresses import listening_socket
+from deepspeed.common.wording import some
 from deepspeed.errors import CommError
 
 __all__ = ["Arrival", "Notices", "StoreGoneError", "connect", "join", "meet", "serve"]
@@ -328,17 +329,16 @@ def _missing(store: Store, me: Arrival) -> str:
     shown = [_arrival(store, f"came/{rank}") for rank in came[:_SHOWN]]
     strangers = [_arrival(store, f"turned away/{n + 1}") for n in range(store.add("number turned away", 0))]
     dead = [each for each in shown if each.has_died()]
-    places = ", ".join(f"rank {each.rank} ({each})" for each in shown)
-    more = f" and {len(came) - _SHOWN} more" if len(came) > _SHOWN else ""
+    places = some([f"rank {each.rank} ({each})" for each in shown], _SHOWN, count=len(came))
     text = (
         f"rank {me.rank} on {me.host} waits for {_numbered(missing)} of {me.world_size}, which did not come yet; there are "
-        f"{places}{more}."
+        f"{places}."
     )
     if dead:
         gone = ", ".join(f"rank {each.rank} ({each})" for each in dead)
         raise CommError(f"{text} {gone} came and has died since: its output has the cause.")
     if strangers:
-        turned = ", ".join(f"rank {each.rank} of {each.world_size} ({each})" for each in strangers[:_SHOWN])
+        turned = some([f"rank {each.rank} of {each.world_size} ({each})" for each in strangers], _SHOWN)
         text += f" Turned away, for its place was taken or its WORLD_SIZE another: {turned}."
         if len(strangers) >= len(missing):
             raise CommError(f"{text} Start every rank once, with the same WORLD_SIZE; give each job a port of its own.")

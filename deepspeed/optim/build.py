@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer, lr_scheduler
 
+from deepspeed.common.wording import some
 from deepspeed.config.faults import nearest
 from deepspeed.errors import ArgumentError, ConfigError, DeepSpeedError
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
@@ -189,11 +190,9 @@ def parameter_groups(parameters: Parameters, names: Names | None = None) -> list
         if members:
             groups.append({**group, "params": list(members.values())})
     if repeated:
-        shown = [_name(tensor, member, names or {}) for tensor, member in repeated[:_MOST_NAMES]]
-        more = f" and {len(repeated) - len(shown)} more" if len(repeated) > len(shown) else ""
+        shown = some([_name(tensor, member, names or {}) for tensor, member in repeated], _MOST_NAMES)
         raise ArgumentError(
-            f"parameters in more than one group: {', '.join(shown)}{more}. Each parameter needs exactly one group; "
-            "remove it from the others."
+            f"parameters in more than one group: {shown}. Each parameter needs exactly one group; remove it from the others."
         )
     if not groups:
         raise ArgumentError(

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from deepspeed.accelerator.late import LateNumber
 from deepspeed.common.logging import get_logger
+from deepspeed.common.wording import some
 from deepspeed.config.offload import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.errors import UsageError
 from deepspeed.precision.loss_scaler import DynamicLossScaler, LossScaler, NullScaler
@@ -160,14 +161,12 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
     def _report_skip(self, step_number: int) -> None:
         origin = self.reducer.nonfinite_origin()
         ranks = sorted({rank for each in origin.values() for rank in each})
-        names = ", ".join(repr(name) for name in list(origin)[:_NAMES_SHOWN])
-        more = f" and {len(origin) - _NAMES_SHOWN} more" if len(origin) > _NAMES_SHOWN else ""
+        names = some(list(map(repr, origin)), _NAMES_SHOWN, "no single parameter (the norm itself overflows)")
         if self.reducer.axis.rank == 0:
             logger.warning(
-                "step %d skipped on all ranks: the gradient of %s%s is not finite; brought by rank %s; loss scale %g.",
+                "step %d skipped on all ranks: the gradient of %s is not finite; brought by rank %s; loss scale %g.",
                 step_number,
-                names or "no single parameter (the norm itself overflows)",
-                more,
+                names,
                 ", ".join(map(str, ranks)) or "unknown",
                 self.loss_scaler.scale,
             )

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from deepspeed import comm
+from deepspeed.common.wording import some
 from deepspeed.errors import DeepSpeedError
 from deepspeed.topology.mesh import AxisGroup
 from deepspeed.zero.flat import FlatGroup
@@ -107,10 +108,9 @@ def agree(tensors: Sequence[tuple[str, Tensor]], axis: AxisGroup) -> None:
     for position, column in differing:
         ranks_of.setdefault(tensors[column][0], []).append(axis.ranks[position])
     parts = [f"{name} on rank(s) {ranks}" for name, ranks in ranks_of.items()]
-    more = f" and {len(parts) - _SHOWN} more" if len(parts) > _SHOWN else ""
     raise ValuesDifferError(
         f"values that ranks {list(axis.ranks)} must hold alike differ from those of most ranks: "
-        f"{'; '.join(parts[:_SHOWN])}{more}. Look for code that changes parameters on some ranks only (change them on all "
+        f"{some(parts, _SHOWN, between='; ')}. Look for code that changes parameters on some ranks only (change them on all "
         "ranks, or through deepspeed.zero.GatheredParameters with modifier_rank, or safe_set_full_fp32_param); if there is "
         "none, suspect the memory of those ranks' hosts or devices."
     )
@@ -127,5 +127,4 @@ def held_alike(flats: Iterable[FlatGroup]) -> Iterator[tuple[str, Tensor]]:
         for number, bucket in enumerate(flat.layout.buckets):
             slots = flat.layout.slots[bucket.first_slot : bucket.last_slot]
             names = [flat.members[slot.index].name for slot in slots]
-            shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
-            yield f"bucket {number} ({shown})", flat.values[bucket.start : bucket.stop]
+            yield f"bucket {number} ({some(names, _SHOWN)})", flat.values[bucket.start : bucket.stop]

@@ -36,6 +36,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.flat import Work
+from deepspeed.common.wording import some
 from deepspeed.errors import ArgumentError, UsageError
 from deepspeed.offload.agreement import together
 from deepspeed.offload.shard_file import Run, ShardFile
@@ -256,7 +257,7 @@ class ShardedParameters:
         if self.axis.size > 1:
             comm.all_reduce(found, group=self.axis.group)
         if found.item():
-            where = ", ".join(names[:5]) + (" and others" if len(names) > 5 else "") or "a parameter on another rank"
+            where = some(names, 5, "a parameter on another rank")
             raise UsageError(
                 f"zero.Init: {where} was written to while sharded, when its tensor is empty, so the values are lost. Look "
                 "it up as module.weight when you write, instead of keeping a reference to it, or write inside "

@@ -22,6 +22,7 @@ from pydantic import JsonValue
 from deepspeed.checkpoint.disk import names
 from deepspeed.checkpoint.disk.container import dtype_name
 from deepspeed.checkpoint.disk.manifest import Fragment, TensorEntry, find_cover_fault
+from deepspeed.common.wording import some
 from deepspeed.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -106,10 +107,8 @@ def _join(descriptions: Sequence[Sequence[_Description]]) -> dict[str, TensorEnt
         of_name.sort(key=lambda fragment: fragment.start)
         fault = find_cover_fault(prod(described[name][0]), [(fragment.start, fragment.length) for fragment in of_name])
         if fault:
-            files = ", ".join(f"{part.start}+{part.length} from {part.file}" for part in of_name[:8])
-            raise CheckpointError(
-                f"tensor {name!r} {fault}. The ranks gave (start+length): {files or 'nothing'}. Nothing was written."
-            )
+            files = some([f"{part.start}+{part.length} from {part.file}" for part in of_name], 8, "nothing")
+            raise CheckpointError(f"tensor {name!r} {fault}. The ranks gave (start+length): {files}. Nothing was written.")
     return {
         name: TensorEntry(shape=described[name][0], dtype=described[name][1], fragments=fragments[name])
         for name in sorted(fragments)

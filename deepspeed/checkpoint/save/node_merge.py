@@ -12,6 +12,7 @@ from deepspeed.checkpoint.disk.manifest import Manifest, NodeEntry
 from deepspeed.checkpoint.disk.names import MANIFEST_FILE
 from deepspeed.checkpoint.disk.storage import Storage
 from deepspeed.checkpoint.save.copying import commit_copy
+from deepspeed.common.wording import some
 from deepspeed.errors import ArgumentError, CheckpointDamagedError, CheckpointError
 
 __all__ = ["merge_nodes"]
@@ -53,7 +54,7 @@ def merge_nodes(
     if absent:
         of_nodes = ", ".join(f"{number} ({first.hosts[number]})" for number in missing) or "those given"
         raise CheckpointError(
-            f"{len(absent)} of {len(manifests[0].files)} files are in none of the folders: {', '.join(absent[:8])}. They "
+            f"{len(absent)} of {len(manifests[0].files)} files are in none of the folders: {some(absent, 8)}. They "
             f"were written on node {of_nodes}. Give the folder of every node."
         )
     plain = manifests[0].model_copy(update={"node": None})

@@ -28,8 +28,9 @@ import signal
 from dataclasses import dataclass, field
 from enum import Enum
 
+from deepspeed.common.wording import some
 from deepspeed.launcher.link.cause import Cause
-from deepspeed.launcher.link.job import LinkedJob, list_some
+from deepspeed.launcher.link.job import LinkedJob
 from deepspeed.launcher.link.messages import (
     PROTOCOL,
     Beat,
@@ -53,6 +54,7 @@ MISSING_SECONDS = 5.0
 """After which it is said who is missing, and again every `_MISSING_AGAIN_SECONDS`."""
 
 _MISSING_AGAIN_SECONDS = 30.0
+_SHOWN = 8
 _FRONT_END_SECONDS = 1.0
 _STRANGER_SECONDS = 5.0
 _END_SECONDS = 12.0  # more than a member needs that asks (3 s), ends (1) and clears up (2.5) and passes its output on (3)
@@ -287,7 +289,7 @@ class Hub:
 
     def _missing(self) -> str:
         missing = (member for member in range(len(self.job.hosts)) if member not in self._seats)
-        return list_some([self.job.name_of(member) for member in missing])
+        return some([self.job.name_of(member) for member in missing], _SHOWN)
 
     def _failed(self, cause: Cause, now: float) -> list[HubAction]:
         if self.phase is HubPhase.SETTLING and not cause.may_be_echo:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from deepspeed.launcher.hostfile import Slot
 
-__all__ = ["LinkedJob", "linked_job", "list_some"]
+__all__ = ["LinkedJob", "linked_job"]
 
 _DESCRIPTION_CHARACTERS = 1000
 
@@ -55,9 +55,3 @@ def linked_job(
         digest = hashlib.sha256(description.encode()).hexdigest()
         description = f"{len(world_info)} hosts, {description[:200]}... ({digest[:16]})"
     return LinkedJob(hosts, address, port, token, has_front_end, description)
-
-
-def list_some(names: Sequence[str], limit: int = 8) -> str:
-    """The first `limit` of `names` as text, and how many more there are."""
-    more = len(names) - limit
-    return ", ".join(names[:limit]) + (f" and {more} more" if more > 0 else "")

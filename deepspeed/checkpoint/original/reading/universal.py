@@ -48,6 +48,7 @@ from deepspeed.checkpoint.original.reading.completeness import CURE, check_optim
 from deepspeed.checkpoint.original.reading.model_ranks import check_ranks
 from deepspeed.checkpoint.original.reading.share_check import check_share
 from deepspeed.checkpoint.source import EngineState, OptimizerState
+from deepspeed.common.wording import some
 from deepspeed.errors import CheckpointDamagedError
 
 __all__ = ["MASTER_FILE", "MEMBERS_KEY", "OPTIMIZER_STATE_FILE", "STEP_FILE", "UNIVERSAL_FOLDER", "UniversalSource"]
@@ -212,9 +213,8 @@ class UniversalSource:
         lacking = [name for name in self._shapes if name not in shared and master_tensor(name) not in places]
         if lacking:
             raise CheckpointDamagedError(
-                f"{self.folder} lacks {UNIVERSAL_FOLDER}/<name>/{MASTER_FILE} of {', '.join(map(repr, lacking[:5]))}"
-                f"{f' and {len(lacking) - 5} more' if len(lacking) > 5 else ''}: the conversion did not end, or files were "
-                "lost when it was copied. Convert or copy it again."
+                f"{self.folder} lacks {UNIVERSAL_FOLDER}/<name>/{MASTER_FILE} of {some(list(map(repr, lacking)), 5)}: the "
+                "conversion did not end, or files were lost when it was copied. Convert or copy it again."
             )
         for name, place in self._static_places(shared):
             if master_tensor(name) not in places:
