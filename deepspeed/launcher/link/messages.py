@@ -22,6 +22,7 @@ import dataclasses
 import hashlib
 import hmac
 import json
+import signal
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +50,7 @@ __all__ = [
 
 PROTOCOL = 1
 LINE_NBYTES = 16384
-_TEXT_CHARACTERS = 2000
+_TEXT_CHARACTERS = 1200  # twelve bytes each at most: JSON writes what is not ASCII as \uXXXX, twice for a pair
 
 
 class LinkError(LaunchError):
@@ -129,16 +130,27 @@ _KINDS: dict[str, type[Message]] = {
 
 
 def encode(message: Message) -> bytes:
-    """One line, at most `LINE_NBYTES` long; a cause's text is cut for that."""
+    """One line, at most `LINE_NBYTES` long. Texts for people are cut for that, and rid of what is no text (parts of names
+    of files that are no UTF-8).
+
+    Raises:
+        LinkError: a name is too long.
+    """
     fields = dataclasses.asdict(message)
     if "cause" in fields:
-        fields["cause"]["text"] = fields["cause"]["text"][:_TEXT_CHARACTERS]
+        fields["cause"]["text"] = _presentable(fields["cause"]["text"])
+    if "reason" in fields:
+        fields["reason"] = _presentable(fields["reason"])
     line = json.dumps({"say": type(message).__name__.lower(), **fields}).encode() + b"\n"
     if len(line) > LINE_NBYTES:
         raise LinkError(
             f"a {type(message).__name__} of {len(line)} bytes is longer than {LINE_NBYTES}: use shorter host names."
         )
     return line
+
+
+def _presentable(text: str) -> str:
+    return text[:_TEXT_CHARACTERS].encode(errors="replace").decode()
 
 
 def decode(line: bytes) -> Message:
@@ -151,7 +163,7 @@ def decode(line: bytes) -> Message:
         fields = json.loads(line)
         kind = _KINDS[fields.pop("say")]
         if "cause" in fields:
-            fields["cause"] = _checked(Cause(**fields["cause"]))
+            fields["cause"] = _possible(_checked(Cause(**fields["cause"])))
         message: Message = _checked(kind(**fields))
         return message
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -169,17 +181,32 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def _checked(message: Any) -> Any:
-    """`message`, whose fields have the types that its class declares.
+    """`message`, whose fields have the types that its class declares, and whose texts can be written.
 
     Raises:
         TypeError: they have not.
+        UnicodeEncodeError: half a pair of surrogates, which JSON lets pass.
     """
     for field in dataclasses.fields(message):
         value = getattr(message, field.name)
         is_right = isinstance(value, _TYPES[str(field.type)]) and isinstance(value, bool) == (field.type == "bool")
         if not is_right or (isinstance(value, dict) and not all(isinstance(text, str) for text in value.values())):
             raise TypeError(field.name)
+        texts = [value] if isinstance(value, str) else [*value, *value.values()] if isinstance(value, dict) else []
+        for text in texts:
+            text.encode()
     return message
+
+
+def _possible(cause: Cause) -> Cause:
+    """`cause`, with which a process can exit, and a rank be asked to end.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if not 0 < cause.status <= 255 or cause.signum not in signal.valid_signals():
+        raise ValueError(f"status {cause.status}, signal {cause.signum}")
+    return cause
 
 
 def split_lines(received: bytes) -> tuple[list[bytes], bytes]:

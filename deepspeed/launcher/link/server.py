@@ -54,6 +54,8 @@ class HubServer:
         """See `Hub.tick`; free of cost before `next_time`."""
         now = self._clock()
         if now >= self._hub.next_time:
+            if self._is_listening:
+                self._loop.watch(self._listener, self._accept)  # again, where it had to wait
             self._carry_out(self._hub.tick(now))
 
     def take(self, sock: socket.socket) -> None:
@@ -77,8 +79,9 @@ class HubServer:
                 sock, _ = self._listener.accept()
             except BlockingIOError:
                 return
-            except OSError as error:  # the caller is gone again, or we have no descriptor left
+            except OSError as error:  # the caller is gone again, or we have no descriptor left until a stranger goes
                 logger.warning("a launcher that called could not be answered: %s", error.strerror)
+                self._loop.forget(self._listener)  # else it would be called, and warn, without a pause
                 return
             self.take(sock)
 

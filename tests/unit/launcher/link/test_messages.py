@@ -27,7 +27,7 @@ from deepspeed.launcher.link.messages import (
 )
 
 texts = st.text(max_size=50)
-causes = st.builds(Cause, st.integers(0, 255), texts, st.none() | st.integers(0, 9999), st.integers(1, 31), st.booleans())
+causes = st.builds(Cause, st.integers(1, 255), texts, st.none() | st.integers(0, 9999), st.integers(1, 31), st.booleans())
 hellos = st.builds(
     Hello, st.integers(), st.none() | st.integers(), texts, st.integers(), texts, st.dictionaries(texts, texts), texts
 )
@@ -81,6 +81,11 @@ def test_noise_is_no_message(noise: bytes) -> None:
         b'{"say": "greeting", "protocol": 1, "nonce": null}',
         b'{"say": "failed", "cause": {"status": 7, "text": "", "member": 1.5}}',
         b"[" * 10000,
+        b'{"say": "greeting", "protocol": 1, "nonce": "\\ud800"}',
+        b'{"say": "stop", "cause": {"status": 0, "text": ""}}',
+        b'{"say": "stop", "cause": {"status": 256, "text": ""}}',
+        b'{"say": "stop", "cause": {"status": 7, "text": "", "signum": 0}}',
+        b'{"say": "stop", "cause": {"status": 7, "text": "", "signum": 9999}}',
     ],
 )
 def test_what_only_looks_like_a_message_is_refused(line: bytes) -> None:
@@ -88,16 +93,23 @@ def test_what_only_looks_like_a_message_is_refused(line: bytes) -> None:
         decode(line)
 
 
-def test_versions_must_be_text() -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [{"versions": {"torch": 2}}, {"versions": {"\ud800": ""}}, {"versions": {"torch": "\ud800"}}, {"proof": "\udc80"}],
+)
+def test_names_and_versions_must_be_text_that_can_be_written(changes: dict[str, object]) -> None:
     hello = dataclasses.asdict(Hello(1, 0, "a", 1, "a:1", {}, ""))
     with pytest.raises(LinkError):
-        decode(json.dumps({"say": "hello", **hello, "versions": {"torch": 2}}).encode())
+        decode(json.dumps({"say": "hello", **hello, **changes}).encode())
 
 
 def test_lines_are_of_bounded_length() -> None:
-    assert len(encode(Failed(Cause(1, "\u2713" * 100_000)))) <= LINE_NBYTES
+    for letter in ("x", "\u2713", "\U0001f600", "\udc80"):
+        for message in (Failed(Cause(1, letter * 100_000)), Refused(letter * 100_000)):
+            assert decode(encode(message))
+            assert len(encode(message)) <= LINE_NBYTES
     with pytest.raises(LinkError, match="shorter host names"):
-        encode(Refused("x" * LINE_NBYTES))
+        encode(Hello(1, 0, "x" * LINE_NBYTES, 1, "a:1", {}, ""))
     with pytest.raises(LinkError, match="no message"):
         split_lines(b"x" * LINE_NBYTES)
 
