@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from deepspeed.comm.divergence import shortened
 from deepspeed.comm.patience import ProcessIdentity, known_host_identity
-from deepspeed.common.addresses import listening_socket
+from deepspeed.common.addresses import connected_socket, listening_socket
 from deepspeed.common.wording import some
 from deepspeed.errors import CommError
 
@@ -196,7 +196,7 @@ def connect(address: str, port: int, me: Arrival, timeout: timedelta, notices: N
     place = f"{address}:{port}"
     for pause in _pauses():
         try:
-            socket.create_connection((address, port), _CONNECT_SECONDS).close()
+            connected_socket(address, port, _CONNECT_SECONDS).close()
             break
         except socket.gaierror as error:
             text = _unresolved(place, error)

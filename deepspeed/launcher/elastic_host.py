@@ -35,7 +35,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
-from deepspeed.common.addresses import listening_socket
+from deepspeed.common.addresses import found_addresses, listening_socket
 from deepspeed.common.logging import get_logger
 from deepspeed.elasticity.elastic_agent import DSElasticAgent, JobOverError, place_of
 from deepspeed.elasticity.membership import Ended
@@ -348,7 +348,7 @@ def _handler(store: TCPStore, args: argparse.Namespace, fewest: int, most: int) 
 
 def _own_address(address: str, port: int) -> str:
     """This host's address as the first host sees it."""
-    family, kind, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(target)  # sends nothing
+    found = found_addresses(address, port, socket.SOCK_DGRAM)[0]
+    with socket.socket(found.family, found.kind) as probe:
+        probe.connect(found.place)  # sends nothing
         return str(probe.getsockname()[0])

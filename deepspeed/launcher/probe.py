@@ -12,11 +12,14 @@ Does not live here: keeping a port on this machine (`ports`). `far_hosts` calls 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
+import re
 import socket
 import subprocess
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from deepspeed.common.addresses import found_addresses
 from deepspeed.common.logging import get_logger
 from deepspeed.errors import LaunchError
 from deepspeed.launcher.ports import DEFAULT_PORT
@@ -28,6 +31,7 @@ logger = get_logger("deepspeed.launcher.probe")
 _TELL = "hostname -I; cat /proc/net/tcp /proc/net/tcp6 2> /dev/null; true"
 _CONNECT_SECONDS = 10
 _CANDIDATES = 200
+_SOCKET = re.compile(r" *[0-9]+: [0-9A-F]+:(?P<port>[0-9A-F]{4}) [0-9A-F]+:[0-9A-F]{4} (?P<state>[0-9A-F]{2}) ")
 _TIME_WAIT = "06"  # such connections of an ended program do not hinder the next one (SO_REUSEADDR)
 
 
@@ -40,13 +44,22 @@ class Probe:
 
 
 def parse_probe(text: str) -> Probe:
-    """Read the answer of the command: a line of addresses, then the kernel's tables of TCP sockets."""
-    first, *lines = text.split("\n")
-    ports = set()
-    for fields in (line.split() for line in lines):
-        if len(fields) > 3 and fields[0].endswith(":") and fields[3] != _TIME_WAIT:
-            ports.add(int(fields[1].rpartition(":")[2], 16))
-    return Probe(tuple(first.split()), frozenset(ports))
+    """Read the answer of the command: a line of addresses, then the kernel's tables of TCP sockets.
+
+    A greeting that a shell's start-up file prints before them is no part of it, and a host may know no `hostname -I`.
+    """
+    lines = text.split("\n")
+    addresses = next((words for line in lines if (words := line.split()) and all(map(_is_address, words))), [])
+    rows = filter(None, map(_SOCKET.match, lines))
+    return Probe(tuple(addresses), frozenset(int(row["port"], 16) for row in rows if row["state"] != _TIME_WAIT))
+
+
+def _is_address(word: str) -> bool:
+    try:
+        ipaddress.ip_address(word)
+    except ValueError:
+        return False
+    return True
 
 
 def choose_address(told: Sequence[str], resolved: Collection[str], host: str) -> str:
@@ -109,7 +122,7 @@ def probe(host: str, hostfile: str, *, by_ssh: bool, ssh_port: int | None = None
     options = ["-o", "PasswordAuthentication=no", "-o", f"ConnectTimeout={_CONNECT_SECONDS}"]
     argv = ["ssh", *options, *([] if ssh_port is None else ["-p", str(ssh_port)]), host, _TELL]
     try:
-        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False)
     except FileNotFoundError:
         raise LaunchError(
             "there is no ssh on this machine: apt-get install openssh-client, or give --no_ssh_check and --master_addr."
@@ -126,7 +139,7 @@ def probe(host: str, hostfile: str, *, by_ssh: bool, ssh_port: int | None = None
 def addresses_of(host: str) -> frozenset[str]:
     """What the name `host` means on this machine; empty when nothing (ssh may know it from its own configuration)."""
     try:
-        return frozenset(str(found[4][0]) for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
+        return frozenset(found.address for found in found_addresses(host))
     except OSError:
         return frozenset()
 
@@ -136,8 +149,8 @@ def is_this_machine(host: str) -> bool:
     if host in ("localhost", socket.gethostname()):
         return True
     with contextlib.suppress(OSError):
-        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as candidate:
-            candidate.bind(address)
+        found = found_addresses(host, 0)[0]
+        with socket.socket(found.family, found.kind) as candidate:
+            candidate.bind(found.place)
             return True
     return False

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable
 
+from deepspeed.common.addresses import found_addresses
 from deepspeed.launcher.loop import Loop
 
 __all__ = ["Caller"]
@@ -79,15 +80,14 @@ class Caller:
 
     def _call(self, now: float) -> None:
         try:
-            found = socket.getaddrinfo(*self._place, type=socket.SOCK_STREAM)
-            family, kind, _, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)  # as the hub listens
-            self._socket = socket.socket(family, kind)
+            found = min(found_addresses(*self._place), key=lambda each: each.family != socket.AF_INET)  # as the hub listens
+            self._socket = socket.socket(found.family, found.kind)
         except OSError as error:
             self.again(f"{self._place[0]}: {error.strerror}")
             return
         self._next = now + _CALL_SECONDS
         self._socket.setblocking(False)
-        number = self._socket.connect_ex(address)
+        number = self._socket.connect_ex(found.place)
         if number == errno.EINPROGRESS:
             self._loop.watch(self._socket, self._answered, writes=True)
         else:
@@ -102,8 +102,16 @@ class Caller:
         assert self._socket is not None  # see the callers
         if number:
             self.again(os.strerror(number))
-        elif self._socket.getsockname() == self._socket.getpeername():  # the kernel gave us the very port that we call
+        elif _is_own_echo(self._socket):
             self.again("nobody listens there")
         else:
             sock, self._socket, self._next = self._socket, None, float("inf")
             self._on_answer(sock)
+
+
+def _is_own_echo(sock: socket.socket) -> bool:
+    """Whether the kernel gave us the very port that we call, or the other side has hung up already."""
+    try:
+        return bool(sock.getsockname() == sock.getpeername())
+    except OSError:
+        return True

@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from deepspeed.common import addresses
-from deepspeed.common.addresses import listening_socket
+from deepspeed.common.addresses import connected_socket, found_addresses, listening_socket
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
@@ -40,3 +40,16 @@ def test_a_port_whose_connections_linger_can_be_taken_again() -> None:
     with socket.create_connection(("127.0.0.1", port)), first.accept()[0]:
         first.close()
         listening_socket("127.0.0.1", port).close()
+
+
+@pytest.mark.parametrize("host", ["worker..cluster", "w" * 64, "\udc80"])
+def test_what_can_be_no_name_is_an_error_of_the_resolver(host: str) -> None:
+    for use in (found_addresses, lambda name: connected_socket(name, 1, 1.0), lambda name: listening_socket(name, 0)):
+        with pytest.raises(socket.gaierror, match="it is no name of a host"):
+            use(host)
+
+
+def test_a_name_has_addresses_and_can_be_connected_to() -> None:
+    assert "127.0.0.1" in {found.address for found in found_addresses("localhost")}
+    with listening_socket("localhost", 0) as server, connected_socket("localhost", server.getsockname()[1], 1.0) as client:
+        assert client.getpeername() == server.getsockname()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from deepspeed.errors import LaunchError
 from deepspeed.launcher import probe as probing
-from deepspeed.launcher.probe import Probe, choose_address, choose_port, is_this_machine, parse_probe, probe
+from deepspeed.launcher.probe import Probe, addresses_of, choose_address, choose_port, is_this_machine, parse_probe, probe
 
 # One listener on port 29500 (733C) of every address, a connection on 29501 (733D), a lingering one on 29502; IPv6: 29503.
 TOLD = """\
@@ -29,10 +29,17 @@ def test_addresses_and_ports_in_use_are_read_from_the_answer() -> None:
     assert parse_probe("") == Probe((), frozenset())
 
 
-@given(st.text())
-def test_no_answer_upsets_the_reading(text: str) -> None:
-    with_strange_tables = "10.0.0.1\n" + text.replace(":", "")
-    assert parse_probe(with_strange_tables).addresses == ("10.0.0.1",)
+@given(st.text(), st.sampled_from(["", "\n", ": 0: 00000000:", " a b 06 "]))
+def test_no_answer_upsets_the_reading(text: str, between: str) -> None:
+    assert parse_probe("10.0.0.1\n" + text + between + text).addresses == ("10.0.0.1",)
+
+
+def test_a_greeting_of_the_shell_is_no_part_of_the_answer() -> None:
+    assert parse_probe(f"Welcome to worker-0.\nNote: see docs: a b c\n{TOLD}") == parse_probe(TOLD)
+
+
+def test_a_host_that_knows_no_addresses_of_its_own_has_none() -> None:
+    assert parse_probe(TOLD.partition("\n")[2]) == Probe((), frozenset({29500, 29501, 29503}))
 
 
 def test_the_address_is_one_that_the_name_leads_to_when_there_is_one() -> None:
@@ -74,6 +81,12 @@ def test_a_host_out_of_reach_is_named_with_what_to_do(monkeypatch: pytest.Monkey
     monkeypatch.setattr(probing.subprocess, "run", lambda *_, **__: failing)
     with pytest.raises(LaunchError, match=r"Using hostfile at hosts but host=a was not reachable via ssh \(no route\)"):
         probe("a", "hosts", by_ssh=True)
+
+
+@pytest.mark.parametrize("host", ["a..b", "a" * 64])
+def test_what_can_be_no_name_is_no_machine(host: str) -> None:
+    assert not is_this_machine(host)
+    assert addresses_of(host) == frozenset()
 
 
 def test_names_and_addresses_of_this_machine_are_known_as_such() -> None:
