@@ -7,6 +7,9 @@ Lives here: the asking. Does not live here: the questions and what follows from 
 
 [Note: clocks] The host answers each of five empty lines with its time. The quickest exchange counts: what its clock says,
 less the middle of the exchange here, is known to half of the exchange's length.
+
+[Note: greetings] A host may print what it likes before ours (an `echo` in ~/.bashrc). So its times carry a mark, and the
+facts are the last line.
 """
 
 from __future__ import annotations
@@ -32,12 +35,13 @@ _EXCHANGES = 5
 _CONNECT_SECONDS = 10
 _LIMIT_SECONDS = 60.0
 _AT_ONCE = 64
+_MARK = "deepspeed-clock "
 
 _BOOTSTRAP = """
 import sys, time
 for _ in range({exchanges}):
     sys.stdin.readline()
-    print(repr(time.time()), flush=True)
+    print({mark!r} + repr(time.time()), flush=True)
 {questions}
 """
 
@@ -65,7 +69,7 @@ def remote_command(questions: str, folder: str, python: str = sys.executable) ->
         folder: the working directory of the job.
         python: the interpreter.
     """
-    source = _BOOTSTRAP.format(exchanges=_EXCHANGES, questions=questions)
+    source = _BOOTSTRAP.format(exchanges=_EXCHANGES, mark=_MARK, questions=questions)
     packed = base64.b64encode(source.encode()).decode()
     where = shlex.quote(folder)
     start = f"import base64; exec(base64.b64decode('{packed}'))"
@@ -116,7 +120,10 @@ def _ask(host: str, argv: Sequence[str]) -> Answer:
         silence = "no answer within a minute" if process.returncode == -9 else f"exit status {process.returncode}"
         return Answer(host, status=process.returncode or 1, trouble=why[-1] if why else silence)
     length, skew = min(exchanges)
-    return Answer(host, json.loads(lines[-1]), skew, length / 2)
+    try:
+        return Answer(host, json.loads(lines[-1]), skew, length / 2)
+    except ValueError:
+        return Answer(host, status=1, trouble=f"no facts came, but {lines[-1][:80]!r}")
 
 
 def _conversation(process: subprocess.Popen[str]) -> tuple[list[tuple[float, float]], str]:
@@ -129,23 +136,29 @@ def _conversation(process: subprocess.Popen[str]) -> tuple[list[tuple[float, flo
     with process.stdout:
         try:
             exchanges = [_exchange(process) for _ in range(_EXCHANGES)]
-            process.stdin.close()
         except (OSError, ValueError):  # it ended before it answered
             exchanges = []
+        with contextlib.suppress(OSError):  # what was not sent has nobody to read it
+            process.stdin.close()
         output = process.stdout.read()
-    with contextlib.suppress(OSError):  # what was not sent has nobody to read it
-        process.stdin.close()
     process.wait()
     return exchanges, output
 
 
 def _exchange(process: subprocess.Popen[str]) -> tuple[float, float]:
-    """(how long one exchange took, how far the host's clock is ahead), in seconds."""
+    """(how long one exchange took, how far the host's clock is ahead), in seconds. [Note: greetings]
+
+    Raises:
+        OSError, ValueError: the host has ended.
+    """
     assert process.stdin is not None  # pipes, as asked for
     assert process.stdout is not None
     began, sent = time.monotonic(), time.time()
     process.stdin.write("\n")
     process.stdin.flush()
-    theirs = float(process.stdout.readline())
+    while not (line := process.stdout.readline()).startswith(_MARK):
+        if not line:
+            raise ValueError("no time came")
+    theirs = float(line.removeprefix(_MARK))
     length = time.monotonic() - began
     return length, theirs - (sent + length / 2)

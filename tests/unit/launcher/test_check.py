@@ -94,13 +94,32 @@ def test_questions_reach_a_host_whatever_its_folder_is_called(tmp_path: Path) ->
 
 
 def test_an_answer_that_comes_together_with_the_clock_is_heard() -> None:
-    hasty = "import sys; print('1.0\\n' * 5 + '{\"a\": 1}', flush=True); sys.stdin.read()"
+    hasty = f"import sys; print('{survey._MARK}1.0\\n' * 5 + '{{\"a\": 1}}', flush=True); sys.stdin.read()"
     assert survey._ask("node1", [sys.executable, "-c", hasty]).facts == {"a": 1}
 
 
 def test_a_host_that_says_much_is_heard_to_the_end() -> None:
-    much = "import sys; sys.stderr.write('warning ' * 100_000); print('1.0\\n' * 5 + '{\"a\": 1}'); sys.stdin.read()"
+    much = "import sys; sys.stderr.write('warning ' * 100_000); "
+    much += f"print('{survey._MARK}1.0\\n' * 5 + '{{\"a\": 1}}'); sys.stdin.read()"
     assert survey._ask("node1", [sys.executable, "-c", much]).facts == {"a": 1}
+
+
+def test_a_host_whose_shell_greets_everybody_is_heard(tmp_path: Path) -> None:
+    command = survey.remote_command("print('{\"a\": 1}')", str(tmp_path))
+    answer = survey._ask("node1", ["sh", "-c", f"echo Welcome to node1; echo 2.0; {command}"])
+    assert answer.facts == {"a": 1}
+    assert abs(answer.skew_seconds) <= answer.skew_error_seconds + 0.05, "it is the same clock"
+
+
+@pytest.mark.parametrize("talk", ["print('Welcome')", "import time; print(1.0); sys.stdin.readline()"])
+def test_a_host_that_talks_of_other_things_is_not_waited_for(talk: str) -> None:
+    answer = survey._ask("node1", [sys.executable, "-c", f"import sys; {talk}"])
+    assert (answer.status, answer.trouble) == (1, "exit status 0")
+
+
+def test_a_host_that_tells_no_facts_is_told() -> None:
+    wordy = f"import sys; print('{survey._MARK}1.0\\n' * 5 + 'Bye!'); sys.stdin.read()"
+    assert survey._ask("node1", [sys.executable, "-c", wordy]).trouble == "no facts came, but 'Bye!'"
 
 
 def test_a_host_whose_answer_fails_is_told_in_its_own_words(tmp_path: Path) -> None:
