@@ -44,7 +44,7 @@ from deepspeed.launcher.elastic_limits import limits_of
 from deepspeed.launcher.link.hangup import HangUpWatch
 from deepspeed.launcher.pidfile import pid_file
 from deepspeed.launcher.placement import RankPlace
-from deepspeed.launcher.processes import SignalInbox, adopting_orphans
+from deepspeed.launcher.processes import SignalInbox, adopting_orphans, signal_name
 from deepspeed.launcher.ranks import Rank, commands_of, end_the_rest, outputs_of, reap, report, start_rank, stop
 from deepspeed.launcher.seat import TOKEN_NAME, Seat
 
@@ -99,7 +99,7 @@ def _run(args: argparse.Namespace, seat: Seat, inbox: SignalInbox) -> int:
         agent = HostAgent(args, seat, inbox)
         return agent.end(agent.run())
     except _AskedToEndError as asked:
-        logger.info("received %s: ending this host's ranks", signal.Signals(asked.signum).name)
+        logger.info("received %s: ending this host's ranks", signal_name(asked.signum))
         return 128 + asked.signum
     except JobOverError as over:
         logger.log(*_level(over))

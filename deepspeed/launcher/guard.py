@@ -26,7 +26,7 @@ from types import FrameType
 import psutil
 
 from deepspeed.common.logging import get_logger
-from deepspeed.launcher.processes import adopting_orphans, die_with_parent, end_processes
+from deepspeed.launcher.processes import adopting_orphans, die_with_parent, end_processes, signal_name
 
 __all__ = ["Requests", "run_guarded", "wait_guarded"]
 
@@ -124,6 +124,6 @@ def _settled(code: int, others: set[int]) -> int:
     """The exit status for the end `code` of a child, as Popen tells it."""
     if code >= 0:
         return code
-    logger.error("the launcher was ended by signal %d (%s), and its ranks with it", -code, signal.Signals(-code).name)
+    logger.error("the launcher was ended by signal %d (%s), and its ranks with it", -code, signal_name(-code))
     end_processes(spared=others, seconds=1)  # its ranks died with it; what they had started is ours now
     return 128 - code

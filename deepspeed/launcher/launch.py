@@ -35,7 +35,7 @@ from deepspeed.launcher.link.hangup import HangUpWatch
 from deepspeed.launcher.loop import Loop
 from deepspeed.launcher.output import RankOutput
 from deepspeed.launcher.pidfile import pid_file, remove_stale
-from deepspeed.launcher.processes import SignalInbox, adopting_orphans
+from deepspeed.launcher.processes import SignalInbox, adopting_orphans, signal_name
 from deepspeed.launcher.ranks import Command, Rank, commands_of, end_the_rest, outputs_of, reap, report, start_rank, stop
 from deepspeed.launcher.seat import TOKEN_NAME, Seat, read_seat
 
@@ -196,7 +196,7 @@ class _Watch:
             if signum == signal.SIGCHLD:
                 continue
             self._requests += 1
-            name = signal.Signals(signum).name
+            name = signal_name(signum)
             if self.link.cause is None:
                 logger.info("received %s: ending the job", name)
             elif not self._seat.is_linked:

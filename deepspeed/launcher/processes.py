@@ -23,7 +23,15 @@ from types import FrameType, TracebackType
 
 import psutil
 
-__all__ = ["SignalInbox", "adopting_orphans", "descendants", "die_with_parent", "end_processes", "start_process"]
+__all__ = [
+    "SignalInbox",
+    "adopting_orphans",
+    "descendants",
+    "die_with_parent",
+    "end_processes",
+    "signal_name",
+    "start_process",
+]
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -95,15 +103,23 @@ def adopting_orphans() -> Iterator[None]:
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
 
 
+def signal_name(signum: int) -> str:
+    """The name of any signal; Python has none for most of the real-time ones."""
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"SIGRTMIN+{signum - signal.SIGRTMIN}"
+
+
 def descendants() -> list[psutil.Process]:
     """All processes below this one, those included that have ended and wait to be reaped."""
     return psutil.Process().children(recursive=True)
 
 
 def signal_all(processes: Collection[psutil.Process], signum: signal.Signals) -> None:
-    """Send `signum` to each of `processes` that is still there."""
+    """Send `signum` to each of `processes` that is still there, and that this user may end (sudo makes others)."""
     for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             process.send_signal(signum)
 
 

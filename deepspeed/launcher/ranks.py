@@ -19,6 +19,7 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +34,7 @@ from deepspeed.launcher.devices import hides_all, visible_devices_name
 from deepspeed.launcher.hostfile import ResourceError, Slot
 from deepspeed.launcher.output import LogFile, PassedOn, RankOutput, finish, free_note, log_paths
 from deepspeed.launcher.placement import RankPlace
-from deepspeed.launcher.processes import descendants, end_processes, start_process
+from deepspeed.launcher.processes import descendants, end_processes, signal_name, start_process
 
 __all__ = [
     "GRACE_SECONDS",
@@ -75,6 +76,8 @@ class Rank:
     place: RankPlace
     process: subprocess.Popen[bytes]
     output: RankOutput
+    is_stopped: bool = False
+    """By SIGSTOP or its like: it does nothing, and hears nothing, until SIGCONT."""
 
     @property
     def exit_status(self) -> int | None:
@@ -89,7 +92,7 @@ class Rank:
         if code >= 0:
             return f"exit status {code}"
         because = ", which the kernel sends when memory runs out" if -code == signal.SIGKILL else ""
-        return f"signal {-code} ({signal.Signals(-code).name}){because}"
+        return f"signal {-code} ({signal_name(-code)}){because}"
 
 
 def commands_of(
@@ -163,23 +166,47 @@ def start_rank(command: Command, output: RankOutput) -> Rank:
 
 
 def reap(ranks: Sequence[Rank]) -> list[Rank]:
-    """Take note of children that have ended; return the ranks among them in the order the kernel tells."""
+    """Take note of children that have ended; return the ranks among them in the order the kernel tells.
+
+    Ranks that were stopped, or go on, are told to the user: nobody else can tell a stopped rank from a slow one.
+    """
     by_pid = {rank.process.pid: rank for rank in ranks}
     ended = []
     with contextlib.suppress(ChildProcessError):
         while True:
-            pid, status = os.waitpid(-1, os.WNOHANG)
+            pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
             if not pid:
                 break
             rank = by_pid.get(pid)  # else an adopted orphan
-            if rank is not None:
+            if rank is None:
+                continue
+            if os.WIFSTOPPED(status) or os.WIFCONTINUED(status):
+                _note_stop(rank, os.WSTOPSIG(status) if os.WIFSTOPPED(status) else None)
+            else:
                 rank.process.returncode = os.waitstatus_to_exitcode(status)
                 ended.append(rank)
     return ended
 
 
+def _note_stop(rank: Rank, signum: int | None) -> None:
+    """Take note that the signal `signum` has stopped the rank, or that it goes on (None)."""
+    rank.is_stopped = signum is not None
+    pid, host = rank.process.pid, socket.gethostname()
+    if signum is None:
+        logger.info("rank %d (process %d on %s) goes on", rank.place.rank, pid, host)
+    else:
+        logger.warning(
+            "rank %d (process %d on %s) was stopped by %s, and the others wait for it: `kill -CONT %d` lets it go on",
+            rank.place.rank,
+            pid,
+            host,
+            signal_name(signum),
+            pid,
+        )
+
+
 def stop(ranks: Sequence[Rank], signum: int, wait: Callable[[float], bool]) -> None:
-    """Ask the ranks to end, and wait for that at most `GRACE_SECONDS`.
+    """Ask the ranks to end, and wait for that at most `GRACE_SECONDS`. Stopped ones go on, or they would not hear it.
 
     Args:
         ranks: all ranks of this host; those that have ended are left alone.
@@ -187,13 +214,15 @@ def stop(ranks: Sequence[Rank], signum: int, wait: Callable[[float], bool]) -> N
         wait: waits at most so many seconds for a child to end, calls `reap`, and tells whether to wait no longer.
     """
     for rank in ranks:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # gone, or made another user's by sudo
             if rank.exit_status is not None:
                 continue
             if signum == signal.SIGINT:  # as a terminal does: the whole group
                 os.killpg(rank.process.pid, signum)
             else:  # the rank alone: it may save its work, for which it needs its helpers
                 os.kill(rank.process.pid, signum)
+            if rank.is_stopped:
+                os.killpg(rank.process.pid, signal.SIGCONT)
     deadline = time.monotonic() + GRACE_SECONDS
     while any(rank.exit_status is None for rank in ranks) and (left := deadline - time.monotonic()) > 0:
         if wait(left):

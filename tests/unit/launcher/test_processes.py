@@ -9,7 +9,14 @@ import time
 import psutil
 import pytest
 
-from deepspeed.launcher.processes import SignalInbox, adopting_orphans, descendants, end_processes, start_process
+from deepspeed.launcher.processes import (
+    SignalInbox,
+    adopting_orphans,
+    descendants,
+    end_processes,
+    signal_name,
+    start_process,
+)
 from tests.support.ranks import helper_pids
 
 pytestmark = pytest.mark.alone  # limits of seconds
@@ -69,3 +76,29 @@ def test_a_started_process_leads_a_session_and_may_be_bound_to_cores() -> None:
 def test_a_command_that_does_not_exist_raises() -> None:
     with pytest.raises(FileNotFoundError):
         start_process(["/nowhere/none"], {}, signal.SIGKILL)
+
+
+def test_a_process_that_this_user_may_not_end_does_not_save_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs, ours = (subprocess.Popen(["sleep", "300"]) for _ in range(2))
+    real = psutil.Process.send_signal
+
+    def send(process: psutil.Process, signum: int) -> None:
+        if process.pid == theirs.pid:
+            raise psutil.AccessDenied(process.pid)
+        real(process, signum)
+
+    monkeypatch.setattr(psutil.Process, "send_signal", send)
+    try:
+        end_processes(spared=helper_pids(), seconds=0)
+        assert not psutil.pid_exists(ours.pid)
+        assert theirs.poll() is None
+    finally:
+        theirs.kill()
+        theirs.wait()
+        ours.wait()
+
+
+def test_every_signal_has_a_name() -> None:
+    names = {number: signal_name(number) for number in signal.valid_signals()}
+    assert (names[signal.SIGTERM], names[signal.SIGRTMIN + 1]) == ("SIGTERM", "SIGRTMIN+1")
+    assert len(set(names.values())) == len(names)
