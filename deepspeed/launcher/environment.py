@@ -18,6 +18,7 @@ from pathlib import Path
 
 from deepspeed.common.logging import get_logger
 from deepspeed.errors import LaunchError
+from deepspeed.launcher.text_files import read_text
 
 __all__ = [
     "DEEPSPEED_ENVIRONMENT_NAME",
@@ -87,18 +88,29 @@ def _unquoted(value: str) -> str:
     return word
 
 
-def read_environment_files(name: str, folders: Iterable[Path]) -> dict[str, str]:
+def read_environment_files(name: str, folders: Iterable[Path], *, is_required: bool = False) -> dict[str, str]:
     """Read the file `name` in each of `folders` where it exists; later folders win. An absolute `name` is read once.
+
+    Args:
+        name: of the file.
+        folders: where it is looked for.
+        is_required: whether its absence deserves a warning, as the user named it.
 
     Raises:
         EnvironmentFileError: see `parse_environment`.
+        LaunchError: see `read_text`.
     """
     values: dict[str, str] = {}
+    is_there = False
     for path in dict.fromkeys(folder / name for folder in folders):
-        if path.is_file():
-            found = parse_environment(path.read_text(encoding="utf-8"), str(path))
+        text = read_text(path)
+        if text is not None:
+            is_there = True
+            found = parse_environment(text, str(path))
             logger.info("%s sets %s", path, ", ".join(found) or "nothing")
             values |= found
+    if is_required and not is_there:
+        logger.warning("there is no file %s, which DS_ENV_FILE names: the job gets no variables from it.", name)
     return values
 
 
@@ -114,10 +126,12 @@ def exported(
         folder: the working directory, which goes first in PYTHONPATH.
 
     Returns:
-        The families of `EXPORT_ENVS`, of the accelerator and of this package, without what has to differ between machines.
+        The families of `EXPORT_ENVS`, of the accelerator and of this package, without what has to differ between machines
+        and names that no shell can set (containers have some with dots).
     """
     families = (*EXPORT_ENVS, *accelerator_prefixes, *_OURS)
-    chosen = {name: value for name, value in environ.items() if name.startswith(families) and name not in _STAYS_HERE}
+    names = (name for name in environ if name.startswith(families) and name not in _STAYS_HERE and _NAME.fullmatch(name))
+    chosen = {name: environ[name] for name in names}
     chosen |= from_files
     path = chosen.get("PYTHONPATH")
     chosen["PYTHONPATH"] = f"{folder}{os.pathsep}{path}" if path else folder

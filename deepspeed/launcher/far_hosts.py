@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 from deepspeed.common.exported import EXPORTED_PREFIXES
 from deepspeed.common.logging import get_logger
+from deepspeed.errors import LaunchError
 from deepspeed.launcher.arguments import LaunchWords, launch_words
 from deepspeed.launcher.backends import BACK_ENDS, Command, Job
 from deepspeed.launcher.devices import likely_accelerator
@@ -119,6 +120,9 @@ def make_job(
         environ: the variables of this process with those of the files.
         from_files: those of the files alone.
         scratch: see `Job`.
+
+    Raises:
+        LaunchError: `--launcher_args` cannot be taken apart.
     """
     folder = str(Path.cwd())
     accelerator = likely_accelerator(environ)
@@ -133,7 +137,7 @@ def make_job(
         environ=environ,
         folder=folder,
         scratch=scratch,
-        launcher_args=tuple(shlex.split(args.launcher_args)),
+        launcher_args=_words_of(args.launcher_args),
         ssh_port=args.ssh_port,
         venv_script=str(Path(args.venv_script).expanduser().absolute()) if args.venv_script else None,
         comment=args.comment,
@@ -142,6 +146,38 @@ def make_job(
         interfaces=frozenset(name for _, name in socket.if_nameindex()),
         is_root=os.geteuid() == 0,
     )
+
+
+def _words_of(launcher_args: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(launcher_args))
+    except ValueError as error:
+        raise LaunchError(
+            f"--launcher_args {launcher_args!r}: {error}. Quote its words as for a shell, for example "
+            "--launcher_args=\"-p gpu --comment 'my job'\"."
+        ) from None
+
+
+def _start(command: Command, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start what starts the members of a job.
+
+    Args:
+        command: made by a back end.
+        environ: variables of the command line's user, with those of files.
+
+    Raises:
+        LaunchError: the system refuses it.
+    """
+    mine = {name: value for name, value in environ.items() if name not in excluded(environ)}
+    logger.debug("cmd = %s", command.argv)
+    try:
+        return start_process(command.argv, mine | command.environ, signal.SIGTERM)
+    except OSError as error:
+        longest = max(map(len, map(os.fsencode, command.argv)))
+        raise LaunchError(
+            f"{command.argv[0]} cannot be started: {error.strerror} ({len(command.argv)} words, the longest of {longest} "
+            "bytes). Where it is too long: fewer variables or shorter values in .deepspeed_env, or an MPI as --launcher."
+        ) from error
 
 
 def run(args: argparse.Namespace, selection: Selection, environ: Mapping[str, str], from_files: Mapping[str, str]) -> int:
@@ -182,8 +218,6 @@ def run(args: argparse.Namespace, selection: Selection, environ: Mapping[str, st
 def _run_command(command: Command, environ: Mapping[str, str], front_end: FrontEnd) -> int:
     for path, text in command.files.items():
         path.write_text(text, encoding="utf-8")
-    mine = {name: value for name, value in environ.items() if name not in excluded(environ)}
-    logger.debug("cmd = %s", command.argv)
     with adopting_orphans(), Requests() as requests:
         requests.pass_on_to(front_end.stop)
-        return front_end.attend(start_process(command.argv, mine | command.environ, signal.SIGTERM))
+        return front_end.attend(_start(command, environ))

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from deepspeed.common.logging import get_logger
 from deepspeed.errors import LaunchError
+from deepspeed.launcher.text_files import read_text
 
 __all__ = [
     "ResourceError",
@@ -104,13 +105,15 @@ def fetch_hostfile(hostfile_path: str | Path, *, is_required: bool = True) -> di
 
     Raises:
         ResourceError: see `parse_hostfile`.
+        LaunchError: see `read_text`.
     """
     path = Path(hostfile_path)
-    if not path.is_file():
+    text = read_text(path)
+    if text is None:
         if is_required:
             logger.warning("hostfile %s was not found: the job uses this machine alone.", path)
         return None
-    return parse_hostfile(path.read_text(encoding="utf-8").splitlines(), str(path))
+    return parse_hostfile(text.splitlines(), str(path))
 
 
 def parse_filter(text: str, option: str = "filter") -> dict[str, list[int] | None]:

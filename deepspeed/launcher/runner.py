@@ -101,7 +101,8 @@ def run(args: argparse.Namespace) -> int:
     """
     set_log_level_from_string("error" if args.quiet else args.log_level)
     pool = fetch_hostfile(args.hostfile, is_required=args.hostfile != DLTS_HOSTFILE)
-    from_files = read_environment_files(DEEPSPEED_ENVIRONMENT_NAME, (Path.home(), Path.cwd()))
+    is_named = "DS_ENV_FILE" in os.environ
+    from_files = read_environment_files(DEEPSPEED_ENVIRONMENT_NAME, (Path.home(), Path.cwd()), is_required=is_named)
     environ = {**os.environ, **from_files}
     selection = select_resources(args, pool, environ)
     _refuse_unbuilt(args)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deepspeed.errors import LaunchError
 from deepspeed.launcher import environment
 from deepspeed.launcher.environment import EnvironmentFileError, exported, parse_environment, read_environment_files
 
@@ -58,6 +59,25 @@ def test_an_absolute_name_is_one_file_and_a_missing_one_is_nothing(tmp_path: Pat
     (tmp_path / "vars").write_text("A=1")
     assert read_environment_files(str(tmp_path / "vars"), (Path("/nowhere"), tmp_path)) == {"A": "1"}
     assert read_environment_files(".none", (tmp_path,)) == {}
+
+
+def test_a_file_that_the_user_named_and_that_is_not_there_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert read_environment_files(".none", (tmp_path,), is_required=True) == {}
+    assert "there is no file .none, which DS_ENV_FILE names" in caplog.text
+
+
+def test_a_file_that_is_no_text_is_an_error_without_its_content(tmp_path: Path) -> None:
+    (tmp_path / ".e").write_bytes(b"A=1\nB=secret\xff\n")
+    with pytest.raises(LaunchError, match=r"\.e is no UTF-8 \(line 2\)") as caught:
+        read_environment_files(".e", (tmp_path,))
+    assert "secret" not in str(caught.value)
+    (tmp_path / ".e").write_bytes(b"\xef\xbb\xbfA=1\r\n")  # as Windows writes it
+    assert read_environment_files(".e", (tmp_path,)) == {"A": "1"}
+
+
+def test_names_that_no_shell_can_set_stay_here() -> None:
+    environ = {"DS_POD.NAME": "a", "PYTHON-X": "b", "DS_X": "c", "MLFLOW_()": "d"}
+    assert exported(environ, {}, [], "/w") == {"DS_X": "c", "PYTHONPATH": "/w"}
 
 
 def test_families_files_and_the_working_directory_travel_and_nothing_else() -> None:

@@ -11,6 +11,7 @@ import pytest
 from deepspeed.errors import LaunchError
 from deepspeed.launcher import far_hosts
 from deepspeed.launcher.arguments import launch_words, parse_runner_args
+from deepspeed.launcher.backends import Command
 from deepspeed.launcher.far_hosts import find_meeting, make_job, run
 from deepspeed.launcher.probe import Probe
 
@@ -72,6 +73,20 @@ def test_a_back_end_is_given_the_flags_of_the_command(tmp_path: Path, monkeypatc
     assert {"--front_end", "--bind_cores_to_rank", "--quiet", "--master_addr=10.0.0.1"} <= set(job.flags)
     assert job.exports == {"PYTHONPATH": f"{tmp_path}:/p", "NCCL_DEBUG": "INFO", "DS_JOB_TOKEN": "x", "KEY": "v"}
     assert make_job(args, PAIR, words, {"DS_ACCELERATOR": "cpu"}, {}, tmp_path).devices_per_host is None
+
+
+def test_words_for_the_back_end_that_cannot_be_taken_apart_are_refused(tmp_path: Path) -> None:
+    args = parse_runner_args(["--launcher_args", "-p 'gpu", "t.py"])
+    words = launch_words(args, "W", "10.0.0.1", 29500)
+    with pytest.raises(LaunchError, match=r"--launcher_args \"-p 'gpu\": No closing quotation\. Quote its words"):
+        make_job(args, PAIR, words, {}, {}, tmp_path)
+
+
+def test_a_command_that_the_system_refuses_says_how_long_it_is() -> None:
+    with pytest.raises(
+        LaunchError, match=r"true cannot be started: Argument list too long \(2 words, the longest of 200000 "
+    ):
+        far_hosts._start(Command(["true", "x" * 200_000]), {})
 
 
 def test_a_back_end_that_is_not_installed_ends_the_command_before_anything_is_asked(

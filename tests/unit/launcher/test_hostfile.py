@@ -182,3 +182,11 @@ def test_world_info_survives_its_encoding(info: dict[str, list[int | str]]) -> N
 def test_what_is_no_world_info_is_refused(text: str) -> None:
     with pytest.raises(ResourceError, match="is not the base64 of a JSON object"):
         decode_world_info(text)
+
+
+def test_a_hostfile_that_is_no_text_is_an_error_and_a_byte_order_mark_is_no_part_of_a_name(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_bytes(b"worker-0 slots=2\nw\xff slots=2\n")
+    with pytest.raises(LaunchError, match=r"hosts is no UTF-8 \(line 2\)"):
+        fetch_hostfile(tmp_path / "hosts")
+    (tmp_path / "hosts").write_bytes(b"\xef\xbb\xbfworker-0 slots=2\r\n")
+    assert fetch_hostfile(tmp_path / "hosts") == {"worker-0": 2}
