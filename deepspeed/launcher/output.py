@@ -148,10 +148,20 @@ class _Pump(threading.Thread):
             while chunk := os.read(self._source, 65536):
                 self._seen = (self._seen + chunk)[-_TAIL_NBYTES:]
                 while chunk:
-                    moved_nbytes = os.write(self._target, chunk)
+                    moved_nbytes = self._written(chunk)
                     self._moved_nbytes += moved_nbytes
                     chunk = chunk[moved_nbytes:]
         os.close(self._source)
+
+    def _written(self, chunk: bytes) -> int:
+        """How much of `chunk` our stream has taken; blocks until it takes some."""
+        try:
+            return os.write(self._target, chunk)
+        except BlockingIOError:  # another program that has the stream too made it so, and it is full
+            poll = select.poll()
+            poll.register(self._target, select.POLLOUT)
+            poll.poll()
+            return 0
 
     def is_finished(self) -> bool:
         """Whether the end of the stream, which comes when all writers have ended, is there, or is waited for in vain.

@@ -152,6 +152,21 @@ def test_a_reader_of_ours_that_takes_nothing_is_waited_for_in_vain_for_a_moment_
     assert (tmp_path / "told").read_text().split(maxsplit=1)[1] == "last words\n"
 
 
+def test_a_stream_that_somebody_made_non_blocking_loses_nothing(tail_pipe: tuple[int, int]) -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    code = _PASS_ON.replace("TAIL", str(tail_pipe[1]))
+    write = "import sys; sys.stdout.write('0123456789' * 100000)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, sys.executable, "-c", write], stdout=writer, stderr=writer, pass_fds=(tail_pipe[1],)
+    )
+    os.close(writer)
+    os.close(tail_pipe[1])
+    with open(reader, "rb") as taken:
+        assert taken.read() == b"0123456789" * 100000
+    assert process.wait(30) == 0
+
+
 def test_a_log_file_that_cannot_be_made_is_an_error_with_its_name(tmp_path: Path) -> None:
     (tmp_path / "r.log").mkdir()
     with pytest.raises(LogFolderError, match=r"r\.log: Is a directory; give a writable folder"):
