@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 import time
@@ -31,7 +30,7 @@ from deepspeed.launcher.link.client import MemberLink
 from deepspeed.launcher.link.job import linked_job
 from deepspeed.launcher.link.member import Member
 from deepspeed.launcher.loop import Loop
-from deepspeed.launcher.processes import end_processes
+from deepspeed.launcher.processes import end_processes, signal_name
 
 __all__ = ["FrontEnd"]
 
@@ -45,6 +44,9 @@ _STOP_SECONDS = 9.0
 
 _KILL_SECONDS = 1.0
 _LOOK_SECONDS = 0.5
+_END_LOOK_SECONDS = 0.1
+_SAME_LOOKS = 5
+"""So many looks that see as many sessions say that the back end starts no more: one may have failed before the first."""
 
 
 class FrontEnd:
@@ -88,9 +90,9 @@ class FrontEnd:
             link = MemberLink(self._job, member, loop, float("inf"))
             attendance = _Attendance(process, link, self._sessions)
             loop.watch(self._reader, lambda: attendance.asked(self._reader.recv(64)))
-            with _ended(process, loop):
+            with _ended(process, loop) as pause_seconds:
                 while not attendance.tick(time.monotonic()):
-                    loop.wait(attendance.next_time)
+                    loop.wait(min(attendance.next_time, time.monotonic() + pause_seconds))
                     link.tick()
             link.close()
         end_processes(spared=others, seconds=_KILL_SECONDS)
@@ -106,6 +108,8 @@ class _Attendance:
         self._link = link
         self._sessions = sessions
         self._had_all_sessions = False
+        self._running = 0  # sessions at the last look
+        self._same_looks = 0  # that saw as many in a row
         self._cause: Cause | None = None
         self._requests = 0
         self._said: set[str] = set()
@@ -123,7 +127,7 @@ class _Attendance:
         """The user wants the job to end."""
         for signum in signums:
             self._requests += 1
-            name = signal.Signals(signum).name
+            name = signal_name(signum)
             cause = Cause(128 + signum, f"received {name}: ending the job", signum=signum)
             if self._requests == 1:
                 logger.info("%s", cause.text)
@@ -185,9 +189,12 @@ class _Attendance:
             self._next_look = float("inf")
             return
         running = _count_running_children(self._process.pid)
-        if self._had_all_sessions and running < self._sessions:
+        self._same_looks = self._same_looks + 1 if running == self._running else 0
+        self._running = running
+        is_started = self._had_all_sessions or (running > 0 and self._same_looks >= _SAME_LOOKS)
+        if is_started and running < self._sessions:
             self._end_job(Cause(255, "a host's launcher ended before the job had started: see above"))
-        self._had_all_sessions = running == self._sessions
+        self._had_all_sessions = self._had_all_sessions or running == self._sessions
 
 
 def _count_running_children(pid: int) -> int:
@@ -198,12 +205,16 @@ def _count_running_children(pid: int) -> int:
 
 
 @contextlib.contextmanager
-def _ended(process: subprocess.Popen[bytes], loop: Loop) -> Iterator[None]:
-    """Within the context, the end of `process` ends a wait of `loop`."""
-    fd = os.pidfd_open(process.pid)
+def _ended(process: subprocess.Popen[bytes], loop: Loop) -> Iterator[float]:
+    """Within the context, the end of `process` ends a wait of `loop`; gives how long a wait may last all the same."""
+    try:
+        fd = os.pidfd_open(process.pid)
+    except (AttributeError, OSError):  # not Linux, or one before 5.3: somebody must look
+        yield _END_LOOK_SECONDS
+        return
     loop.watch(fd, lambda: loop.forget(fd))
     try:
-        yield
+        yield float("inf")
     finally:
         loop.forget(fd)
         os.close(fd)

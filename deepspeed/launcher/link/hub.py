@@ -187,7 +187,7 @@ class Hub:
             actions += self._over()
         if now >= self._next_beat:
             self._next_beat = now + BEAT_SECONDS
-            actions += self._say_to_all(Beat())
+            actions += self._beats(now)
         return actions
 
     @property
@@ -195,7 +195,12 @@ class Hub:
         """When `tick` must be called again."""
         return min(self._next_beat, self._deadline)
 
-    def _say_to_all(self, message: Message) -> list[HubAction]:
+    def _beats(self, now: float) -> list[HubAction]:
+        """A beat for everybody who hears: those for a front end that is stopped would pile up, and end its connection."""
+        is_stopped = self._front_end is not None and now - self._peers[self._front_end].heard >= SILENT_SECONDS
+        return [say for say in self._say_to_all(Beat()) if not (is_stopped and say.peer == self._front_end)]
+
+    def _say_to_all(self, message: Message) -> list[Say]:
         front_end = [] if self._front_end is None else [self._front_end]
         return [Say(peer, message) for peer in (*self._seats.values(), *front_end)]
 

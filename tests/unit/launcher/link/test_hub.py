@@ -273,6 +273,14 @@ def test_a_silent_front_end_is_none_that_is_gone() -> None:
     assert play.at(100.0, "ab") == []
 
 
+def test_a_silent_front_end_is_talked_to_again_when_it_speaks() -> None:
+    play = _with_front_end()
+    play.at(100.0, "ab")
+    assert {line[0] for line in _as_text(play.hub.tick(101.0))} == {"a", "b"}, "beats for it would fill its connection"
+    play.says("e", Beat())
+    assert {line[0] for line in _as_text(play.hub.tick(102.0))} == {"a", "b", "e"}
+
+
 def test_a_late_launcher_hears_that_the_job_ends() -> None:
     play = Play(FRONT)
     play.hello(None, "e")

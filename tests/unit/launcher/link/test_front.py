@@ -1,0 +1,67 @@
+"""The command's side of a job on several hosts, with a back end of our own and nobody to talk to."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from deepspeed.launcher.hostfile import encode_world_info
+from deepspeed.launcher.link.front import FrontEnd
+from deepspeed.launcher.processes import start_process
+
+pytestmark = pytest.mark.alone  # limits of seconds
+
+
+@pytest.fixture
+def front_end() -> FrontEnd:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]  # nobody listens there
+    return FrontEnd("127.0.0.1", port, encode_world_info({"a": [0], "b": [0]}), "token")
+
+
+def _back_end(code: str) -> subprocess.Popen[bytes]:
+    return start_process([sys.executable, "-c", code], os.environ, signal.SIGTERM)
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+@pytest.mark.parametrize(("code", "status"), [("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 137)])
+def test_without_a_link_the_back_ends_word_counts(
+    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch, code: str, status: int, is_told: bool
+) -> None:
+    if not is_told:  # as on a kernel before 5.3
+
+        def pidfd_open(_pid: int) -> int:
+            raise OSError(errno.ENOSYS, "Function not implemented")
+
+        monkeypatch.setattr(os, "pidfd_open", pidfd_open)
+    assert front_end.attend(_back_end(code)) == status
+
+
+def test_without_a_link_a_request_ends_the_back_end(front_end: FrontEnd) -> None:
+    began = time.monotonic()
+    back_end = _back_end("import time; time.sleep(300)")
+    asking = threading.Timer(0.3, front_end.stop, [signal.SIGINT])
+    asking.start()
+    assert front_end.attend(back_end) == 130
+    assert time.monotonic() - began < 5
+    asking.join()
+
+
+def test_a_host_whose_session_fails_before_all_have_begun_ends_the_job() -> None:
+    """A back end with one child of two, as pdsh has it when ssh does not find the other host."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    world = encode_world_info({"a": [0], "b": [0]})
+    front_end = FrontEnd("127.0.0.1", port, world, "token", has_session_per_host=True)
+    began = time.monotonic()
+    code = "import subprocess; subprocess.run(['false']); subprocess.run(['sleep', '300'])"
+    assert front_end.attend(_back_end(code)) == 255
+    assert time.monotonic() - began < 8
