@@ -15,6 +15,7 @@ Does not live here: who takes part in a round (`elastic_host`), the command line
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import secrets
 import signal
@@ -33,8 +34,8 @@ from deepspeed.launcher.backends import BACK_ENDS, Command
 from deepspeed.launcher.environment import excluded
 from deepspeed.launcher.guard import run_guarded
 from deepspeed.launcher.hostfile import Slot, encode_world_info
-from deepspeed.launcher.pidfile import pid_file
-from deepspeed.launcher.processes import SignalInbox, adopting_orphans, end_processes, start_process
+from deepspeed.launcher.pidfile import pid_file, remove_stale
+from deepspeed.launcher.processes import SignalInbox, adopting_orphans, end_processes, signal_name, start_process
 from deepspeed.launcher.seat import TOKEN_NAME
 
 __all__ = ["delay_seconds", "run"]
@@ -119,18 +120,20 @@ def run(
         )
     back_end = BACK_ENDS[args.launcher]
     program = back_end.find(far_hosts.InstalledPrograms())
-    meeting = far_hosts.find_meeting(args, selection)
-    logger.info("elastic job on %s, meeting at %s:%d", ", ".join(selection), meeting.address, meeting.port)
-    environ = {**environ, TOKEN_NAME: secrets.token_hex(16)}
-    words = launch_words(args, encode_world_info(selection), *meeting, front_end=True)
-    with tempfile.TemporaryDirectory(prefix="deepspeed-job-") as scratch, pid_file(os.getpid() if args.save_pid else 0):
-        job = far_hosts.make_job(args, selection, words, environ, from_files, Path(scratch))
+    pid = os.getpid() if args.save_pid else 0
+    with contextlib.ExitStack() as leases, pid_file(pid):
+        meeting = far_hosts.find_meeting(args, selection, leases)
+        logger.info("elastic job on %s, meeting at %s:%d", ", ".join(selection), meeting.address, meeting.port)
+        environ = {**environ, TOKEN_NAME: secrets.token_hex(16)}
+        words = launch_words(args, encode_world_info(selection), *meeting, front_end=True)
+        scratch = Path(tempfile.gettempdir())  # pdsh needs no file of ours there
+        job = far_hosts.make_job(args, selection, words, environ, from_files, scratch)
         mine = {name: value for name, value in environ.items() if name not in excluded(environ)}
         hosts = []
         for number, (name, slots) in enumerate(selection.items()):
             command = back_end.command(replace(job, hosts={name: slots}, place=(f"--node_rank={number}",)), program)
             hosts.append(_Host(name, command, _patient(mine | command.environ)))
-        return run_guarded(lambda: _attend(hosts))  # else ssh sessions would outlive a command that is killed
+        return run_guarded(lambda: _attend(hosts, pid))  # else ssh sessions would outlive a command that is killed
 
 
 def _patient(environ: dict[str, str]) -> dict[str, str]:
@@ -138,8 +141,13 @@ def _patient(environ: dict[str, str]) -> dict[str, str]:
     return environ | {name: f"{environ.get(name, '')} {_SSH_OPTIONS}".strip()}
 
 
-def _attend(hosts: Sequence[_Host]) -> int:
-    """Start the hosts, and again, until the first one's launcher ends or we are asked to end."""
+def _attend(hosts: Sequence[_Host], pid: int) -> int:
+    """Start the hosts, and again, until the first one's launcher ends or we are asked to end.
+
+    Args:
+        hosts: in order.
+        pid: of the command, which names its file; 0: there is none.
+    """
     signums = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     with adopting_orphans(), SignalInbox(*signums) as inbox:
         try:
@@ -151,7 +159,7 @@ def _attend(hosts: Sequence[_Host]) -> int:
                 waits = [max(0.0, host.due_seconds - now) for host in hosts if host.process is None and not host.is_done]
                 received = [number for number in inbox.wait(min(waits, default=None)) if number != signal.SIGCHLD]
                 if received:
-                    logger.info("received %s: ending the job", signal.Signals(received[0]).name)
+                    logger.info("received %s: ending the job", signal_name(received[0]))
                     return 128 + received[0]
                 status = _take_ends(hosts)
                 if status is not None:
@@ -159,6 +167,8 @@ def _attend(hosts: Sequence[_Host]) -> int:
                     return status
         finally:
             end_processes(spared=(), seconds=1)  # a launcher far away sees that nobody reads it any more, and ends its ranks
+            if pid:
+                remove_stale(pid)  # the command may have been killed
 
 
 def _take_ends(hosts: Sequence[_Host]) -> int | None:

@@ -151,12 +151,14 @@ def test_the_loss_of_the_first_host_is_told_and_ends_the_job(cluster: Hosts, tmp
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_stays_on_any_host_when_the_command_is_ended(cluster: Hosts, tmp_path: Path, signum: int) -> None:
     (tmp_path / "script.py").write_text(WAITING)
-    with start(cluster, tmp_path, "--elastic_training", "script.py", "wait") as job:
+    with start(cluster, tmp_path, "--save_pid", "--elastic_training", "script.py", "wait") as job:
         until(lambda: all((tmp_path / f"{rank}of3").exists() for rank in range(3)), job, "three ranks run")
+        assert [path.suffix for path in (tmp_path / "tmp").glob("*.ds")] == [".ds"]
         asked = time.monotonic()
         inner(job.process).send_signal(signum)
         assert job.wait(20) == {signal.SIGINT: 130, signal.SIGKILL: -signal.SIGKILL}[signal.Signals(signum)]
         assert_gone(cluster, asked)
+    assert not list((tmp_path / "tmp").iterdir())
 
 
 def test_hosts_without_ssh_go_on_when_one_is_started_again_by_others(cluster: Hosts, tmp_path: Path) -> None:
