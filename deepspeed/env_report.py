@@ -23,6 +23,8 @@ from rich.table import Table
 
 import deepspeed
 from deepspeed.accelerator import get_accelerator
+from deepspeed.common.logging import get_logger
+from deepspeed.errors import DeepSpeedError
 from deepspeed.launcher.arguments import DLTS_HOSTFILE
 from deepspeed.launcher.differences import difference_lines
 from deepspeed.launcher.hostfile import fetch_hostfile
@@ -32,6 +34,8 @@ from deepspeed.ops.op_builder import ALL_OPS
 from deepspeed.version import git_branch, git_hash, version
 
 __all__ = ["Fact", "OpState", "Report", "as_json", "cli_main", "gather", "main", "report_lines"]
+
+logger = get_logger(__name__)
 
 _QUESTIONS = """
 import json, os
@@ -246,7 +250,12 @@ def cli_main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--ssh_port", type=int, help="port of the hosts' sshd")
     given = parser.parse_args(args)
     if given.all_hosts:
-        sys.exit(report_all_hosts(given.hostfile, given.ssh_port))
+        try:
+            status = report_all_hosts(given.hostfile, given.ssh_port)
+        except DeepSpeedError as error:
+            logger.error("%s", error)
+            status = 1
+        sys.exit(status)
     main(given.hide_operator_status, given.hide_errors_and_warnings, given.json)
 
 

@@ -14,7 +14,7 @@ __all__ = ["difference_lines", "told_variables"]
 
 _FAMILIES = ("NCCL_", "GLOO_", "UCX_", "OMP_", "MKL_", "KMP_", "DS_", "DEEPSPEED_", "CUDA_", "PYTORCH_", "TORCH_")
 _NAMES = {"LD_LIBRARY_PATH", "LD_PRELOAD", "PATH", "PYTHONPATH"}
-_SECRETS = ("TOKEN", "KEY", "SECRET", "PASSWORD")
+_SECRETS = ("TOKEN", "KEY", "SECRET", "PASS", "CREDENTIAL", "AUTH")
 _MOST_SKEW_SECONDS = 0.5
 _ABSENT = "(not there)"
 

@@ -131,3 +131,11 @@ def test_a_terminal_gets_tables_with_the_marks_spelt_out(
     assert "\x1b[32m[OKAY]" in text
     assert "[YES]" in text
     assert "torch version" in text
+
+
+def test_a_hostfile_that_cannot_be_used_is_told_in_a_sentence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "hosts").write_text("worker-0\n")
+    with pytest.raises(SystemExit) as ended:
+        cli_main(["--all-hosts", "-H", str(tmp_path / "hosts")])
+    assert ended.value.code == 1
+    assert "line 1: Hostfile contains a bad entry: 'worker-0'" in caplog.text

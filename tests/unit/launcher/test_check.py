@@ -145,7 +145,15 @@ def test_only_what_differs_between_hosts_is_listed() -> None:
 
 
 def test_variables_whose_names_tell_of_a_secret_are_not_told() -> None:
-    environ = {"NCCL_DEBUG": "INFO", "DS_JOB_TOKEN": "x", "WANDB_API_KEY": "x", "HOME": "/", "PATH": "/bin"}
+    environ = {
+        "NCCL_DEBUG": "INFO",
+        "DS_JOB_TOKEN": "x",
+        "DS_DB_PASSWD": "x",
+        "NCCL_AUTH": "x",
+        "WANDB_API_KEY": "x",
+        "HOME": "/",
+        "PATH": "/bin",
+    }
     assert told_variables(environ) == {"NCCL_DEBUG": "INFO", "PATH": "/bin"}
 
 
