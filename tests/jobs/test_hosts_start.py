@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,53 @@ def test_a_host_that_ssh_does_not_reach_ends_the_command_with_what_to_do(
     assert "host=nowhere was not reachable via ssh" in output
     assert "--no_ssh_check" in output
     assert "Traceback" not in output
+
+
+def test_a_later_host_that_ssh_does_not_reach_ends_the_job_within_seconds(
+    trio: Hosts, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("node1 slots=1\nnode3 slots=1\nnowhere slots=1\n")  # ssh does not even find its address
+    began = time.monotonic()
+    status, output = run_on_hosts(trio, tmp_path, ["-H", str(hostfile), "tell.py"], environment)
+    assert status == 255, output
+    assert time.monotonic() - began < 15
+    assert "a host's launcher ended before the job had started: see above" in output
+    assert "nowhere" in output.partition("a host's launcher ended")[0]
+    assert not list(tmp_path.glob("rank*"))
+
+
+def test_a_port_that_was_taken_meanwhile_ends_the_job_on_all_hosts(
+    trio: Hosts, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    server = "import socket, sys; s = socket.create_server(('', 29500)); print('up', flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        trio[1].command(sys.executable, "-c", server), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as held:
+        assert held.stdout is not None
+        assert held.stdout.readline() == b"up\n"
+        began = time.monotonic()
+        status, output = run_on_hosts(trio, tmp_path, ["--no_ssh_check", "tell.py"], environment)
+        assert time.monotonic() - began < 15
+        assert held.stdin is not None
+        held.stdin.close()
+    assert status != 0
+    assert "host node1: the launcher of rank 0 cannot listen on node1:29500, where the ranks are to meet" in output
+    assert "Traceback" not in output
+    assert not list(tmp_path.glob("rank*"))
+
+
+def test_a_shell_that_greets_everybody_is_no_hindrance(trio: Hosts, tmp_path: Path, environment: dict[str, str]) -> None:
+    greeting = trio.folder / "ssh" / "sshrc"  # what sshd runs before each command, like an echo in ~/.bashrc
+    greeting.write_text("echo Welcome to $(hostname).\necho Note: see docs: a b c\n")
+    try:
+        status, output = run_on_hosts(trio, tmp_path, ["tell.py"], environment)
+        assert status == 0, output
+        assert {each["environ"]["MASTER_ADDR"] for each in _read(tmp_path, 6)} == {trio[1].address}
+        told = trio[1].run(sys.executable, "-m", "deepspeed.launcher.runner", "--check", "-H", str(trio.hostfile))
+        assert (told.returncode, "All hosts are ready." in told.stdout) == (0, True), told.stdout
+    finally:
+        greeting.unlink()
 
 
 @pytest.mark.parametrize("back_end", ["slurm"])

@@ -218,6 +218,7 @@ FAILURES = (
     ),
     Failure("SIGKILL of the command", lambda running: running.front_end.kill(), None, "", _MPI),
     Failure("Ctrl-C", _signal_front_end(signal.SIGINT), 130, "received SIGINT: ending the job", _MPI),
+    Failure("SIGHUP", _signal_front_end(signal.SIGHUP), 129, "received SIGHUP: ending the job", ("pdsh", "mpich")),
     Failure("SIGTERM", _signal_front_end(signal.SIGTERM), 143, "received SIGTERM: ending the job", before=_STUBBORN),
     Failure(
         "SIGTERM twice", _signal_front_end(signal.SIGTERM, 2), 143, "received SIGTERM: ending the job", before=_STUBBORN
