@@ -146,7 +146,11 @@ def select_resources(args: argparse.Namespace, pool: Mapping[str, int] | None, e
         raise ResourceError(
             "Cannot specify num_nodes/gpus with include/exclude: give --num_nodes and --num_gpus, or a filter, not both."
         )
-    slots = _local_slots(args, environ) if pool is None else parse_inclusion_exclusion(pool, args.include, args.exclude)
+    if pool is None:
+        slots = _local_slots(args, environ)
+    else:
+        slots = parse_inclusion_exclusion(pool, args.include, args.exclude)
+        _say_ignored(environ.get(visible_devices_name(environ)), "the hostfile says which slots there are")
     selection = select_first(slots, num_nodes, num_gpus)
     if not selection:
         raise ResourceError("no slot is left to run on: exclude less, or include more.")
@@ -161,7 +165,7 @@ def _local_slots(args: argparse.Namespace, environ: Mapping[str, str]) -> Select
         if not is_chosen:
             logger.info("Detected VISIBLE_DEVICES=%s: setting --include=localhost:%s", visible, visible)
             return {"localhost": parse_visible_devices(visible)}
-        logger.info("Detected VISIBLE_DEVICES=%s: ignored, as the command line chooses devices", visible)
+        _say_ignored(visible, "the command line chooses devices")
     if args.num_gpus != -1:
         return {"localhost": []}  # `select_first` fills it: the count is the user's word
     count = count_devices(environ)
@@ -171,6 +175,11 @@ def _local_slots(args: argparse.Namespace, environ: Mapping[str, str]) -> Select
         named = parse_filter(args.include, "--include").get("localhost") or [0]
         count = max(named) + 1
     return parse_inclusion_exclusion({"localhost": count}, args.include, args.exclude)
+
+
+def _say_ignored(visible: str | None, why: str) -> None:
+    if visible is not None and not hides_all(visible):
+        logger.info("Detected VISIBLE_DEVICES=%s: ignored, as %s", visible, why)
 
 
 def _refuse_unbuilt(args: argparse.Namespace) -> None:

@@ -39,6 +39,17 @@ def test_a_cpu_machine_runs_as_many_ranks_as_are_named(words: str, environ: Mapp
     assert select_resources(_args(words), None, {**CPU, **environ}) == {"localhost": slots}
 
 
+@pytest.mark.parametrize(("visible", "is_told"), [("2,3", True), ("", False), (None, False)])
+def test_with_a_hostfile_its_slots_count_and_the_variable_does_not(
+    visible: str | None, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    environ = {**CPU, **({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})}
+    with caplog.at_level(logging.INFO, "DeepSpeed"):
+        assert select_resources(_args(""), {"localhost": 2}, environ) == {"localhost": [0, 1]}
+    told = "Detected VISIBLE_DEVICES=2,3: ignored, as the hostfile says which slots there are"
+    assert (told in caplog.text) is is_told
+
+
 @pytest.mark.parametrize(
     ("words", "slots"),
     [
