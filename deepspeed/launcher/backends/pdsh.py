@@ -13,6 +13,9 @@ from deepspeed.launcher.backends.job import Command, Job, Programs, not_installe
 
 __all__ = ["PDSH", "exports_text", "shell_word"]
 
+_FAN_OUT = 1024
+"""Hosts that pdsh reaches at once, at least; fewer than a job has would leave the others waiting for ever."""
+
 
 def shell_word(word: str) -> str:
     """`word` as a shell on the other side of pdsh reads it back."""
@@ -41,7 +44,7 @@ class PDSH:
         words = [*map(shell_word, job.launcher), *(job.place or self.place), *map(shell_word, job.tail())]
         venv = [f". {shell_word(job.venv_script)} &&"] if job.venv_script else []
         argv = [
-            *(program, "-S", "-f", "1024", "-w", ",".join(job.hosts)),
+            *(program, "-S", "-f", str(max(_FAN_OUT, len(job.hosts))), "-w", ",".join(job.hosts)),
             *job.launcher_args,
             *venv,
             exports_text(job.exports),

@@ -61,3 +61,9 @@ def odd_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @given(st.lists(TEXT.filter(lambda word: word != ":"), max_size=5), st.lists(TEXT, max_size=4))
 def test_words_values_and_folder_arrive_unchanged(odd_folder: Path, words: list[str], values: list[str]) -> None:
     _arrives(words, values, odd_folder)
+
+
+def test_all_hosts_of_a_large_job_are_reached_at_once() -> None:
+    job = Job({f"w{number}": [0] for number in range(1500)}, ("python",), (), ("t.py",), {}, {}, "/job", Path("/job"))
+    argv = BACK_ENDS["pdsh"].command(job, "pdsh").argv
+    assert argv[argv.index("-f") + 1] == "1500"
