@@ -198,11 +198,15 @@ class Hub:
     def _beats(self, now: float) -> list[HubAction]:
         """A beat for everybody who hears: those for a front end that is stopped would pile up, and end its connection."""
         is_stopped = self._front_end is not None and now - self._peers[self._front_end].heard >= SILENT_SECONDS
-        return [say for say in self._say_to_all(Beat()) if not (is_stopped and say.peer == self._front_end)]
+        peers = (peer for peer in self._listeners() if not (is_stopped and peer == self._front_end))
+        return [Say(peer, Beat()) for peer in peers]
 
-    def _say_to_all(self, message: Message) -> list[Say]:
-        front_end = [] if self._front_end is None else [self._front_end]
-        return [Say(peer, message) for peer in (*self._seats.values(), *front_end)]
+    def _say_to_all(self, message: Message) -> list[HubAction]:
+        return [Say(peer, message) for peer in self._listeners()]
+
+    def _listeners(self) -> list[int]:
+        """All peers that have joined."""
+        return [*self._seats.values(), *([] if self._front_end is None else [self._front_end])]
 
     def _welcome(self, peer: int, who: _Peer, message: Message, now: float) -> list[HubAction]:
         """Take a caller in, or refuse it. A member that cannot take part ends the job, as it would never start."""
