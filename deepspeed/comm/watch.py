@@ -32,7 +32,7 @@ its state, and raise after some seconds; those of other hosts log who does not a
 
 [Note: after a verdict] gloo's threads are still in the collectives that can never end, and whoever takes the process
 group down, the interpreter's end included, waits for them. A receive that times out makes gloo close all connections of
-its group, and with them go those collectives.
+its group, and with them go those collectives. A rank that gave up on a stopped one does the same when its watch ends.
 """
 
 from __future__ import annotations
@@ -94,6 +94,7 @@ class Watch:
         self._neighbours = Neighbours(0)
         self._asking_since: float | None = None
         self._is_silence_told = False
+        self._has_given_up = False  # on a stopped rank: without a verdict
         self._meeting: Meeting | None = None
         self._generation = 0
         self._limit_seconds = 0.0
@@ -117,7 +118,7 @@ class Watch:
         self._limit_seconds = limit_seconds
         self.ledger = ledger = Ledger(rank)
         self._neighbours = Neighbours(rank)
-        self._is_silence_told = False
+        self._is_silence_told = self._has_given_up = False
         self.channel(None)  # what is done on the world from now on is counted, by whomever
         self._meeting = Meeting(rank, world_size, limit_seconds, ledger.report, ledger.late_seconds)
         self._wake = threading.Event()
@@ -141,6 +142,9 @@ class Watch:
             return
         self._wake.set()
         thread.join(_JOIN_SECONDS)
+        if self._has_given_up:  # [Note: after a verdict]; the thread may be held by the store of a stopped rank
+            for group in self.ledger.blocking_groups():
+                _break(group, self.ledger.rank)
         store = self._store()
         if store is not None and not thread.is_alive():
             try:
@@ -223,6 +227,7 @@ class Watch:
             return
         stopped = self._neighbours.stopped(_STOPPED_SECONDS)
         if stopped:
+            self._has_given_up = True
             waits = " and ".join(wait.position() for wait in [self.ledger.report()] if wait.waits)
             raise CommError(f"rank {self.ledger.rank}{' ' if waits else ''}{waits}: {stopped}")
         asking = self._asking_since

@@ -1,5 +1,8 @@
 """One thread that waits for many things: what the kernel can wait for, and a time.
 
+[Note: stopped meanwhile] A process that was stopped (Ctrl-Z) and goes on after the time of its wait finds that wait over,
+though much may have come. Who judges silence must hear that first, so it is asked for once more.
+
 Does not live here: what is waited for, and what then happens (`launch`, `link`).
 """
 
@@ -53,6 +56,7 @@ class Loop:
     def wait(self, until: float) -> None:
         """Wait until something has happened, and call its callbacks; at most until `until` (of `time.monotonic`)."""
         seconds = min(max(0.0, until - time.monotonic()), _LONGEST_SECONDS)
-        for key, _ in self._selector.select(seconds):
+        ready = self._selector.select(seconds) or self._selector.select(0)  # [Note: stopped meanwhile]
+        for key, _ in ready:
             if key.fileobj in self._selector.get_map():  # a callback before this one may have closed it
                 key.data()
