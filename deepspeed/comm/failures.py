@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from deepspeed.errors import CommError
 
-__all__ = ["WHERE_TO_LOOK", "NotInitializedError"]
+__all__ = ["WHERE_TO_LOOK", "NotInitializedError", "PeerFailedError"]
 
 WHERE_TO_LOOK = (
     "Look at the other ranks' output first: the rank that failed earliest has the reason. "
@@ -21,3 +21,7 @@ class NotInitializedError(CommError, AssertionError):
             f"{call}() needs the process group, and there is none yet. "
             "Call deepspeed.init_distributed() (or deepspeed.initialize(), which does it) on every rank first."
         )
+
+
+class PeerFailedError(CommError):
+    """Another rank has said why it cannot go on (`comm.watch.Watch.tell_failure`); the text is what it said."""

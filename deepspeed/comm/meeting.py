@@ -51,6 +51,7 @@ class Meeting:
     Attributes:
         verdict: why this rank must stop, once all ranks know it; empty until then.
         is_open: some rank was late and ranks report.
+        world_size: ranks that compare.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Meeting:
         self.verdict = ""
         self.is_open = False
         self._rank = rank
-        self._world_size = world_size
+        self.world_size = world_size
         self._limit_seconds = limit_seconds
         self._report = report
         self._late_seconds = late_seconds
@@ -83,7 +84,7 @@ class Meeting:
     @property
     def calm_seconds(self) -> float:
         """Between looks while nobody is late; longer in large worlds, so that the store has a bounded load."""
-        return max(self._limit_seconds / 4, self._world_size / _LOOKS_PER_SECOND_AT_MOST)
+        return max(self._limit_seconds / 4, self.world_size / _LOOKS_PER_SECOND_AT_MOST)
 
     @property
     def pause_seconds(self) -> float:
@@ -127,7 +128,7 @@ class Meeting:
         if seconds < max(_LATE_SECONDS, 2 * self._late_told_seconds) or self.verdict or self._announced[0]:
             return ""
         self._late_told_seconds = seconds
-        silent = [rank for rank in range(self._world_size) if rank not in self._reports]
+        silent = [rank for rank in range(self.world_size) if rank not in self._reports]
         text = f"ranks have waited for {seconds:.0f} s: {positions(self._reports.values())}."
         if silent:
             text += (
@@ -147,7 +148,7 @@ class Meeting:
                 return False
             store.set(key, "")
         self.is_open = True
-        self._pause = max(_QUICK_SECONDS, self._world_size / _LOOKS_PER_SECOND_AT_MOST)
+        self._pause = max(_QUICK_SECONDS, self.world_size / _LOOKS_PER_SECOND_AT_MOST)
         self._calm_looks = 0
         self._opened = self._time()
         return True
@@ -159,9 +160,9 @@ class Meeting:
         self._late_told_seconds = 0.0
 
     def _decide(self, store: Store) -> None:
-        self._reports = reports = self.read(store, range(self._world_size))
+        self._reports = reports = self.read(store, range(self.world_size))
         text = self._judge.look(reports)
-        is_complete = len(reports) == self._world_size or self._time() >= self._opened + 1.5 * self.calm_seconds
+        is_complete = len(reports) == self.world_size or self._time() >= self._opened + 1.5 * self.calm_seconds
         if text and is_complete:  # a rank that has not noticed yet is worth waiting for: the text says where it stands
             store.set("verdict", text)
             self._announced = (text, self._time() + 2 * self.calm_seconds + 1)
@@ -175,5 +176,5 @@ class Meeting:
 
     def _tell(self, store: Store) -> None:
         text, deadline = self._announced
-        if store.add("told", 0) >= self._world_size - 1 or self._time() >= deadline:
+        if store.add("told", 0) >= self.world_size - 1 or self._time() >= deadline:
             self.verdict = text

@@ -30,6 +30,11 @@ takes part in the comparison, and is let go of with the others.
 [Note: stopped ranks] A rank that a signal has stopped is slow as far as it can be seen from afar. Ranks of its own host see
 its state, and raise after some seconds; those of other hosts log who does not answer.
 
+[Note: told failures] A rank whose own work failed in a way that leaves the others waiting says so in the store. The thread
+of each rank that waits looks there as often as it looks for late ranks, and where the back end gives a collective up, that
+is asked first: a process that ends takes its connections along, and the reason is worth more than "connection closed". The
+rank that fails stays until the others have it, for some seconds at most: it may be the one that serves the store.
+
 [Note: after a verdict] gloo's threads are still in the collectives that can never end, and whoever takes the process
 group down, the interpreter's end included, waits for them. A receive that times out makes gloo close all connections of
 its group, and with them go those collectives. A rank that gave up on a stopped one does the same when its watch ends.
@@ -54,7 +59,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from deepspeed.comm.agreement import Agreement
 from deepspeed.comm.divergence import positions, shortened
-from deepspeed.comm.failures import WHERE_TO_LOOK
+from deepspeed.comm.failures import WHERE_TO_LOOK, PeerFailedError
 from deepspeed.comm.ledger import Channel, Ledger, Wait
 from deepspeed.comm.meeting import Meeting
 from deepspeed.comm.neighbours import Neighbours
@@ -78,6 +83,7 @@ _AGREEING_RANKS = 256
 _MORE_SECONDS = 3.0
 _STOPPED_SECONDS = 4.0
 _SILENT_STORE_SECONDS = 5.0
+_FAILURE, _HEARD = "failure", "failure heard"
 
 
 class Watch:
@@ -95,6 +101,7 @@ class Watch:
         self._asking_since: float | None = None
         self._is_silence_told = False
         self._has_given_up = False  # on a stopped rank: without a verdict
+        self._failure = ""
         self._meeting: Meeting | None = None
         self._generation = 0
         self._limit_seconds = 0.0
@@ -119,6 +126,7 @@ class Watch:
         self.ledger = ledger = Ledger(rank)
         self._neighbours = Neighbours(rank)
         self._is_silence_told = self._has_given_up = False
+        self._failure = ""
         self.channel(None)  # what is done on the world from now on is counted, by whomever
         self._meeting = Meeting(rank, world_size, limit_seconds, ledger.report, ledger.late_seconds)
         self._wake = threading.Event()
@@ -156,7 +164,7 @@ class Watch:
         """Body of the thread."""
         failures = 0
         self._meet_neighbours(wake)
-        while failures < _LOOKS_THAT_MAY_FAIL and not meeting.verdict and not wake.wait(meeting.pause_seconds):
+        while failures < _LOOKS_THAT_MAY_FAIL and not self.verdict and not wake.wait(meeting.pause_seconds):
             store = self._store()  # anew each time: whoever takes the process group down must not find us holding it
             if store is None:
                 return
@@ -165,6 +173,8 @@ class Watch:
                 if meeting.is_open:
                     self._neighbours.learn(store)
                 meeting.look(store)
+                if self.ledger.late_seconds() > 0:
+                    self._hear_failure(store)
                 failures = 0
             except RuntimeError as error:
                 failures += 1
@@ -174,9 +184,9 @@ class Watch:
             late = meeting.late_text()
             if late:
                 logger.warning("rank %d: %s", self.ledger.rank, late)
-        if meeting.verdict:
+        if self.verdict:
             if not self.ledger.is_waiting_here():  # nobody here is about to raise it
-                logger.error("rank %d: %s", self.ledger.rank, meeting.verdict)
+                logger.error("rank %d: %s", self.ledger.rank, self.verdict)
             wake.wait(2 * _SLICE_SECONDS)  # those who wait in slices raise the verdict first
             for group in self.ledger.blocking_groups():
                 _break(group, self.ledger.rank)
@@ -212,7 +222,39 @@ class Watch:
     @property
     def verdict(self) -> str:
         """Why ranks can never go on; empty while nobody has found that."""
-        return "" if self._meeting is None else self._meeting.verdict
+        return self._failure or ("" if self._meeting is None else self._meeting.verdict)
+
+    def tell_failure(self, text: str) -> str:
+        """Say why this rank cannot go on; whoever waits, now or later, raises `PeerFailedError`. [Note: told failures]
+
+        Blocks until all ranks have heard it, some seconds at most. Call it also on a rank that has heard it, before it
+        raises, so that the store stays until all have.
+
+        Returns:
+            The first text that any rank told: what failed first.
+        """
+        store, meeting = self._store(), self._meeting
+        if store is None or meeting is None:
+            return text
+        try:
+            first = store.compare_set(_FAILURE, "", text).decode()
+            self._take_failure(store, first)
+            deadline = monotonic() + 2 * meeting.calm_seconds + 1
+            while store.add(_HEARD, 0) < meeting.world_size and monotonic() < deadline:
+                sleep(0.05)
+        except RuntimeError as error:  # the store went with the rank that hosts it
+            logger.debug("rank %d could not say that it failed: %s", self.ledger.rank, error)
+            return text
+        return first
+
+    def _hear_failure(self, store: PrefixStore) -> None:
+        if not self._failure and store.check([_FAILURE]):
+            self._take_failure(store, store.get(_FAILURE).decode())
+
+    def _take_failure(self, store: PrefixStore, text: str) -> None:
+        if not self._failure:
+            self._failure = text
+            store.add(_HEARD, 1)
 
     def check(self) -> None:
         """Raise the verdict if there is one, or that a signal has stopped a rank of this host. Called in every wait.
@@ -222,7 +264,7 @@ class Watch:
         """
         verdict = self.verdict
         if verdict:
-            raise CommError(f"rank {self.ledger.rank}: {verdict}")
+            raise self._verdict_error()
         if self._meeting is None:
             return
         stopped = self._neighbours.stopped(_STOPPED_SECONDS)
@@ -239,6 +281,11 @@ class Watch:
                 self.ledger.rank,
                 monotonic() - asking,
             )
+
+    def _verdict_error(self) -> CommError:
+        if self._failure:
+            return PeerFailedError(self._failure)
+        return CommError(f"rank {self.ledger.rank}: {self.verdict}")
 
     def launch(self, channel: Channel, operation: str, nbytes: int) -> Wait:
         """Count a call that is about to start. May block until all ranks of the channel are there. [Note: new calls]
@@ -358,7 +405,7 @@ class Watch:
         """
         known = self.explain(ranks)
         if self.verdict:
-            return CommError(f"rank {self.ledger.rank}: {self.verdict}")
+            return self._verdict_error()
         return CommError(
             f"{call} failed on rank {dist.get_rank()}, in the group of ranks {shortened(ranks)}: {cause} "
             f"{known}{' ' if known else ''}{WHERE_TO_LOOK}"
@@ -378,15 +425,16 @@ class Watch:
         others = [rank for rank in ranks[:_ASKED_AT_MOST] if rank != self.ledger.rank]
         known = self._where(meeting, others)  # before they move on
         deadline = monotonic() + 2 * meeting.calm_seconds + 1
-        while meeting.is_open and not meeting.verdict and monotonic() < deadline:
+        while meeting.is_open and not self.verdict and monotonic() < deadline:
             sleep(0.05)
-        return meeting.verdict or known
+        return self.verdict or known
 
     def _where(self, meeting: Meeting, ranks: Sequence[int]) -> str:
         store = self._store()
         if store is None:
             return ""
         try:
+            self._hear_failure(store)
             found = meeting.read(store, ranks)
         except RuntimeError:
             return "The store of the process group does not answer: the rank that hosts it, usually rank 0, has ended."

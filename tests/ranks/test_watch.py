@@ -336,3 +336,29 @@ def _off(_rank: int, _world_size: int) -> Any:
 
 def test_zero_seconds_switch_the_watch_off() -> None:
     assert run_ranks(_off, 2, env={"DEEPSPEED_WATCH_SECONDS": "0"}) == [(False, 0.0)] * 2
+
+
+def _failed_work(rank: int, _world_size: int) -> tuple[str, float]:
+    current_world()
+    if rank == 1:
+        first = watch.WATCH.tell_failure("rank 1: the disk is full.")
+        return first, 0.0
+    return _told(lambda: comm.all_reduce(torch.ones(4)))
+
+
+def test_a_failure_that_one_rank_tells_ends_the_waits_of_all() -> None:
+    for text, seconds in run_ranks(_failed_work, 3, env=ENV):
+        assert text == "rank 1: the disk is full."
+        assert seconds < 10
+
+
+def _failed_messages(rank: int, _world_size: int) -> str:
+    current_world()
+    if rank == 1:
+        watch.WATCH.tell_failure("rank 1: first.")
+    text, _ = _told(lambda: comm.recv(torch.ones(4), 2 - rank))
+    return watch.WATCH.tell_failure(f"rank {rank}: {text} second.")
+
+
+def test_the_first_failure_is_the_one_that_counts_in_messages_too() -> None:
+    assert run_ranks(_failed_messages, 3, env=ENV) == ["rank 1: first."] * 3
