@@ -7,6 +7,7 @@ the process-wide current mesh (`groups`). `deepspeed.initialize` builds it; the 
 
     data_parallel          replica x shard x expert              ranks that see different data
     expert_data_parallel   replica x shard                       of these, the ones that hold the same experts
+    pipe_data              pipe x replica x shard x expert       ranks that together hold a model's gradients (ZeRO stage 1)
     zero_group             replica x shard x expert x sequence   ranks that hold the same weights outside experts:
                            sequence ranks see other tokens of the same data, so gradients are averaged over them too
 
@@ -39,8 +40,9 @@ AXES = ("pipe", "replica", "shard", "expert", "sequence", "tensor")
 
 _EXPERT_DATA = ("replica", "shard")
 _DATA = (*_EXPERT_DATA, "expert")
+_PIPE_DATA = ("pipe", *_DATA)
 _ZERO = (*_DATA, "sequence")
-_KEPT: tuple[tuple[str, ...], ...] = (*((axis,) for axis in AXES), _EXPERT_DATA, _DATA, _ZERO)
+_KEPT: tuple[tuple[str, ...], ...] = (*((axis,) for axis in AXES), _EXPERT_DATA, _DATA, _ZERO, _PIPE_DATA)
 
 _MPU_NAMES: dict[tuple[str, ...], tuple[str, ...]] = {
     ("pipe",): ("pipeline_model_parallel", "pipe_parallel"),
@@ -94,6 +96,7 @@ class ParallelMesh:
         self.sizes = dict(zip(AXES, grid.dims, strict=True))
         self.rank = rank
         self.world_size = grid.world_size()
+        self._grid = grid
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._groups = {axes: adopted.get(axes) or _axis_group(grid, axes, rank, made) for axes in _KEPT}
 
@@ -157,6 +160,8 @@ class ParallelMesh:
         }
         if _DATA in adopted:
             adopted[("replica",)] = adopted[_EXPERT_DATA] = adopted[_DATA]
+            if grid.get_dim("pipe") == 1:
+                adopted[_PIPE_DATA] = adopted[_DATA]
             if grid.get_dim("sequence") == 1:
                 adopted[_ZERO] = adopted[_DATA]
         wanted = {axes: tuple(grid.group_of(rank, axes)) for axes in _KEPT}
@@ -174,6 +179,14 @@ class ParallelMesh:
             raise ArgumentError(f"the mesh has no axis {name!r}; its axes are {', '.join(AXES)}.")
         return self._groups[(name,)]
 
+    def new_group_along(self, name: str) -> dist.ProcessGroup:
+        """One more group over the ranks along an axis, for traffic that must not queue behind that of `axis(name).group`.
+
+        Collective over the world: [Note: all ranks make all groups].
+        """
+        groups = {tuple(ranks): comm.new_group(ranks) for ranks in self._grid.groups_along((name,))}
+        return groups[self.axis(name).ranks]
+
     @property
     def data_parallel(self) -> AxisGroup:
         """The ranks that see different data and hold the same weights."""
@@ -183,6 +196,11 @@ class ParallelMesh:
     def expert_data_parallel(self) -> AxisGroup:
         """The ranks that hold the same experts and see different data."""
         return self._groups[_EXPERT_DATA]
+
+    @property
+    def pipe_data(self) -> AxisGroup:
+        """The data-parallel ranks of all stages: those that hold other parts of one model, or see other data."""
+        return self._groups[_PIPE_DATA]
 
     @property
     def zero_group(self) -> AxisGroup:
