@@ -1,0 +1,96 @@
+"""How the bytes of one line get from one rank to another: in order, and started before anybody waits for them.
+
+    send(bytes)     starts and returns; the bytes may change again after `wait` of what it returns
+    receive(bytes)  starts to fill them and returns; they are there after `wait` of what it returns
+
+Lives here: messages of the back end. Called by `pipe.transport`.
+
+[Note: lines that block each other] Back ends of devices carry what two ranks send each other in the order of the calls. If
+both first send and then receive on one communicator, neither send begins. So there each line between two ranks has a
+communicator of its own; gloo tells lines apart by tags.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from deepspeed import comm
+from deepspeed.pipe.traffic import Line
+from deepspeed.topology.mesh import ParallelMesh
+
+__all__ = ["Carrier", "MessageCarrier", "MessageCarriers", "Pending"]
+
+_KINDS = ("activation", "gradient")
+
+
+class Pending(Protocol):
+    """Something that was started."""
+
+    def wait(self) -> Any:
+        """Block (the caller, or its stream) until it is done.
+
+        Raises:
+            CommError: it never will be.
+        """
+
+
+class Carrier(Protocol):
+    """One line, seen from one of its ends."""
+
+    def send(self, data_B: Tensor) -> Pending:
+        """Start to send contiguous bytes."""
+
+    def receive(self, data_B: Tensor) -> Pending:
+        """Start to receive into contiguous bytes."""
+
+
+class MessageCarrier:
+    """A line over `comm.isend` and `comm.irecv`.
+
+    Args:
+        peer: global rank of the other end.
+        group: process group of both.
+        tag: of the line within it.
+    """
+
+    def __init__(self, peer: int, group: Any, tag: int) -> None:
+        self._peer = peer
+        self._group = group
+        self._tag = tag
+
+    def send(self, data_B: Tensor) -> Pending:
+        """See `Carrier`."""
+        work: Pending = comm.isend(data_B, self._peer, group=self._group, tag=self._tag)
+        return work
+
+    def receive(self, data_B: Tensor) -> Pending:
+        """See `Carrier`."""
+        work: Pending = comm.irecv(data_B, self._peer, group=self._group, tag=self._tag)
+        return work
+
+
+class MessageCarriers:
+    """Makes the carriers of a rank. Constructing it is collective over the world.
+
+    Args:
+        mesh: of the ranks.
+        is_tagged: the back end tells lines of one group apart by tags (gloo).
+    """
+
+    def __init__(self, mesh: ParallelMesh, *, is_tagged: bool) -> None:
+        self._axis = mesh.axis("pipe")
+        self._groups: dict[tuple[str, bool], Any] = {}
+        if not is_tagged and self._axis.size > 1:  # [Note: lines that block each other]
+            for kind in _KINDS:
+                for goes_up in (False, True):
+                    self._groups[kind, goes_up] = mesh.new_group_along("pipe")
+
+    def __call__(self, line: Line) -> MessageCarrier:
+        """The carrier of a line that this rank is one end of."""
+        stage = self._axis.rank
+        peer = self._axis.ranks[line.destination if line.source == stage else line.source]
+        goes_up = line.destination > line.source
+        group = self._groups.get((line.kind, goes_up), self._axis.group)
+        return MessageCarrier(peer, group, 2 * _KINDS.index(line.kind) + goes_up)
