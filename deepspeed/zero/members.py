@@ -47,6 +47,9 @@ class Kind:
     is_low_precision: bool = False
     """Gradients travel in the autocast dtype (`lower_precision_safe_modules`)."""
 
+    tie: str = ""
+    """Key of the pipeline's tied module that they belong to, when other stages hold copies; see `zero.ties`."""
+
     @property
     def is_trained(self) -> bool:
         """Whether an optimizer updates them."""

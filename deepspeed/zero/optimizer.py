@@ -1,6 +1,6 @@
 """The optimizer that `deepspeed.initialize` returns: one update from reduced gradients to new weights.
 
-    reduce (if backward has not) -> norm and non-finite check, one pass -> factor -> walk (`zero.master`) -> loss scale
+    reduce (if backward has not), ties -> norm and non-finite check, one pass -> factor -> walk (`zero.master`) -> loss scale
 
         factor = 1 / (accumulation steps x loss scale)  x  min(1, clip / norm)                      (`zero.outcome`)
 
@@ -27,6 +27,7 @@ from deepspeed.common.wording import some
 from deepspeed.config.offload import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.errors import UsageError
 from deepspeed.precision.loss_scaler import DynamicLossScaler, LossScaler, NullScaler
+from deepspeed.topology.mesh import AxisGroup
 from deepspeed.zero.absence import Absence, state_tensors
 from deepspeed.zero.flat import FlatGroup
 from deepspeed.zero.master import MasterWeights
@@ -34,6 +35,7 @@ from deepspeed.zero.norm import sum_of_squares, sum_over_shards, total
 from deepspeed.zero.outcome import Late, Outcome
 from deepspeed.zero.reducer import GradientReducer
 from deepspeed.zero.state_io import hand_back, put_all_away, whole_state_dict
+from deepspeed.zero.ties import Ties
 
 if TYPE_CHECKING:
     from deepspeed.zero.parameter_offload import ParameterOffload
@@ -61,6 +63,9 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
         divisor: what the gradient accumulated so far is divided by, asked anew each time.
         frozen: sharded parameters that nothing updates; `offload_states` moves them too.
         computes_norm: False leaves the norm out (`compute_grad_norm`); non-finite gradients are still noticed.
+        ties: what other stages of a pipeline hold copies of; None: nothing.
+        norm_axis: the ranks whose gradients together are those of the whole model; None: the shard axis.
+        device: where collectives want tensors; None: where gradients belong.
     """
 
     parameter_offload: ParameterOffload
@@ -78,6 +83,9 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
         skips_nonfinite: bool = True,
         computes_norm: bool = True,
         frozen: Sequence[FlatGroup] = (),
+        ties: Ties | None = None,
+        norm_axis: AxisGroup | None = None,
+        device: torch.device | None = None,
     ) -> None:
         # Optimizer.__init__ is not called: every attribute it would make is the wrapped optimizer's (see __getattr__).
         self.optimizer = master.optimizer
@@ -90,6 +98,9 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
         self.computes_norm = computes_norm
         self.divisor = divisor
         self.frozen = tuple(frozen)
+        self.ties = ties or Ties()
+        self.norm_axis = norm_axis or (master.flats[0].axis if master.flats else None)
+        self.device = device or (master.flats[0].device if master.flats else None)
         self.absence = Absence()
         self.outcome: Outcome | None = None
         self.read_late: Callable[[Tensor], Late] = LateNumber
@@ -118,6 +129,7 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
             NonFiniteError: values stay non-finite although the loss scale is at its floor; on all ranks together.
         """
         self.reducer.ensure_reduced()
+        self.ties.reduce(self.master.flats)
         self.master.adopt_edits()
         outcome = self.outcome = self._judge()
         if self._host_decides(outcome):
@@ -135,17 +147,15 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
         return outcome
 
     def _judge(self) -> Outcome:
-        """Collective over the shard axis."""
-        flats = self.master.flats
-        shards = [shard for flat in flats for shard in flat.gradients.shards()]
+        """Collective over the norm's axis."""
+        shards = [shard for flat in self.ties.counted(self.master.flats) for shard in flat.gradients.shards()]
         if self.computes_norm or not shards:
             mine = sum_of_squares(shards)
         else:
             mine = torch.stack([total(shard).double() for shard in shards]).sum()
-        if flats:
-            mine = mine.to(flats[0].device)  # gradients may be in host memory, which no collective of a device's reaches
+        mine = mine.to(self.device)  # gradients may be in host memory, which no collective of a device's reaches
         return Outcome(
-            sum_over_shards(mine, flats[0].axis) if flats else mine,
+            mine if self.norm_axis is None else sum_over_shards(mine, self.norm_axis),
             self.gradient_factor(),
             clip=self.clip,
             is_norm=self.computes_norm,
@@ -162,7 +172,8 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
         origin = self.reducer.nonfinite_origin()
         ranks = sorted({rank for each in origin.values() for rank in each})
         names = some(list(map(repr, origin)), _NAMES_SHOWN, "no single parameter (the norm itself overflows)")
-        if self.reducer.axis.rank == 0:
+        is_elsewhere = not origin and self.norm_axis is not None and self.norm_axis.size > self.reducer.axis.size
+        if self.reducer.axis.rank == 0 and not is_elsewhere:  # another stage of the pipeline names them
             logger.warning(
                 "step %d skipped on all ranks: the gradient of %s is not finite; brought by rank %s; loss scale %g.",
                 step_number,

@@ -352,6 +352,8 @@ class GradientReducer:
 
     def _refuse_unused(self) -> None:
         """All ranks agree first, so that all raise together."""
+        if not self.flats:
+            return
         unused = [bucket for bucket in self._buckets if bucket.pending > 0 and not bucket.was_full]
         flag = torch.tensor(float(bool(unused)), device=self.flats[0].device)
         if self.axis.size > 1:
@@ -396,6 +398,8 @@ class GradientReducer:
 
         Call on all ranks after `reduce()`, when the norm turned out not to be finite.
         """
+        if not self.flats:  # a stage of a pipeline without parameters
+            return {}
         device = self.flats[0].device
         zero = torch.zeros((), device=device)
         brought = [zero if bucket.brought is None else bucket.brought.float() for bucket in self._buckets]
