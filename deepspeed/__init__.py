@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal t
     from deepspeed.config.arguments import add_config_arguments as add_config_arguments
     from deepspeed.data import DeepSpeedDataLoader as DeepSpeedDataLoader
     from deepspeed.engine.engine import DeepSpeedEngine as DeepSpeedEngine
+    from deepspeed.engine.pipeline import PipelineEngine as PipelineEngine
     from deepspeed.errors import ConfigError
     from deepspeed.pipe.module import PipelineModule as PipelineModule
     from deepspeed.version import git_branch as git_branch
@@ -45,6 +46,7 @@ _NAMES = {
     "DeepSpeedConfigError": "deepspeed.errors:ConfigError",
     "DeepSpeedDataLoader": "deepspeed.data:DeepSpeedDataLoader",
     "DeepSpeedEngine": "deepspeed.engine.engine:DeepSpeedEngine",
+    "PipelineEngine": "deepspeed.engine.pipeline:PipelineEngine",
     "DeepSpeedOptimizer": "deepspeed.zero.optimizer:DeepSpeedOptimizer",
     "DeepSpeedOptimizerCallable": "deepspeed.api:DeepSpeedOptimizerCallable",
     "DeepSpeedSchedulerCallable": "deepspeed.api:DeepSpeedSchedulerCallable",
@@ -91,7 +93,6 @@ _UNBUILT_NAMES = (
     "DeepSpeedTransformerLayer",
     "InferenceEngine",
     "OnDevice",
-    "PipelineEngine",
     "autotuning",
     "compression",
     "default_inference_config",

@@ -36,6 +36,7 @@ from deepspeed.engine.request import EngineRequest
 from deepspeed.engine.resuming import resume_newest
 from deepspeed.errors import ArgumentError, UnbuiltFeatureError
 from deepspeed.launcher.verification import Verification
+from deepspeed.pipe.module import PipelineModule
 from deepspeed.topology.groups import set_current
 from deepspeed.topology.mesh import ParallelMesh
 from deepspeed.version import version
@@ -97,10 +98,10 @@ def initialize(
     if verification is not None:
         source = verification.config(load_config(source))
     _join(distributed_port, dist_init_required)
-    parsed = _checked_config(source, mpu, mesh_param)
+    mesh = _mesh_of(model, mpu)
+    parsed = _checked_config(source, mpu, mesh, mesh_param)
     _apply_to_process(parsed)
     parameters = None if model_parameters is None else list(model_parameters)
-    mesh = _mesh_of(mpu)
     adopt(parsed, mesh.axis("tensor"))
     request = EngineRequest(model, parsed, mesh, optimizer, parameters, training_data, lr_scheduler, collate_fn, mpu)
     engine = _start_engine(request, verification)
@@ -128,9 +129,8 @@ def _join(port: int | str, is_required: bool | None) -> None:
     )
 
 
-def _checked_config(source: Any, mpu: Any, mesh_param: tuple[int, ...] | None) -> DeepSpeedConfig:
-    dp_world_size = mpu.get_data_parallel_world_size() if hasattr(mpu, "get_data_parallel_world_size") else get_world_size()
-    parsed = DeepSpeedConfig(source, mpu=mpu, dp_world_size=dp_world_size)
+def _checked_config(source: Any, mpu: Any, mesh: ParallelMesh, mesh_param: tuple[int, ...] | None) -> DeepSpeedConfig:
+    parsed = DeepSpeedConfig(source, mpu=mpu, dp_world_size=mesh.data_parallel.size)
     if parsed.elasticity.enabled:
         ensure_immutable_elastic_config(parsed.raw["elasticity"])
     if mesh_param is not None:
@@ -147,8 +147,16 @@ def _apply_to_process(parsed: DeepSpeedConfig) -> None:
     log_dist(f"DeepSpeed info: version={version}, world size {get_world_size()}, {get_accelerator().device_name()}")
 
 
-def _mesh_of(mpu: Any) -> ParallelMesh:
-    mesh = ParallelMesh.build() if mpu is None else ParallelMesh.from_mpu(mpu)
+def _mesh_of(model: nn.Module, mpu: Any) -> ParallelMesh:
+    if isinstance(model, PipelineModule):
+        if mpu is not None:
+            raise ArgumentError(
+                "initialize(model=PipelineModule, mpu=...): the module has the groups of its ranks already. Leave mpu out; "
+                "PipelineModule(topology=...) says how ranks lie."
+            )
+        mesh = model.mesh
+    else:
+        mesh = ParallelMesh.build() if mpu is None else ParallelMesh.from_mpu(mpu)
     set_current(mesh)
     return mesh
 

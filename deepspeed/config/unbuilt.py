@@ -34,10 +34,6 @@ def _above(limit: float) -> Callable[[Any], bool]:
     return lambda value: value is not None and value > limit
 
 
-def _differs_from_default(block: Any) -> bool:
-    return bool(block != type(block)())
-
-
 class Unbuilt(NamedTuple):
     """One feature."""
 
@@ -83,13 +79,11 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("sequence_parallel_size", "Use 1, or leave it out.", _above(1), status="1 works; more is not built yet"),
     Unbuilt("flops_profiler.enabled", _OFF),
     Unbuilt("autotuning.enabled", _OFF),
-    Unbuilt("checkpoint.parallel_write.pipeline_stage", _OFF),
     Unbuilt(
         "tensor_parallel.autotp_size", "Use 0, or leave it out.", _above(1), status="0 and 1 work; more is not built yet"
     ),
     Unbuilt("tensor_parallel.tensor_parallel.tp_size", _OFF, _above(1), status="1 works; more is not built yet"),
     Unbuilt("expert_parallel.enabled", _OFF),
-    Unbuilt("pipeline", _OFF, _differs_from_default),
     Unbuilt("compile.deepcompile", "Leave it out; engine.compile() and torch.compile do without."),
     Unbuilt("compile.passes", _OFF),
     Unbuilt("hybrid_engine.enabled", _OFF),
@@ -125,6 +119,10 @@ NOTES: dict[str, str] = {
     **{f"optimizer.params ({kind})": "not built yet" for kind in _OPTIMIZERS},
     "bf16.immediate_grad_update": _IDLE,
     "checkpoint.load_universal": _IDLE,
+    "checkpoint.parallel_write.pipeline_stage": _ALWAYS,
+    **{f"pipeline.{key}": _IDLE for key in ("stages", "partition", "seed_layers", "use_reentrant")},
+    "pipeline.pipe_partitioned": _LATER,
+    "pipeline.grad_partitioned": _LATER,
     "checkpoint.checkpoint_serialization": _IDLE,
     "compile": _LATER,
     "compile.disable": _IDLE,

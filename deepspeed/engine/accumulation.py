@@ -41,9 +41,9 @@ class Accumulation:
     def micro_steps(self, value: int) -> None:
         self._micro_steps, self._origin = value, 0
 
-    def advance(self) -> None:
-        """One micro-batch more."""
-        self._micro_steps += 1
+    def advance(self, micro_batches: int = 1) -> None:
+        """One micro-batch more, or several."""
+        self._micro_steps += micro_batches
 
     def change_steps(self, steps: int) -> None:
         """Change the length of windows; micro-batches of the window that is open count towards the new length."""

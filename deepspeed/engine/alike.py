@@ -30,7 +30,7 @@ from deepspeed.errors import CommError
 from deepspeed.topology.mesh import AxisGroup
 from deepspeed.zero.shard import whole_shape
 
-__all__ = ["RanksDifferError", "check_alike", "description", "first_difference"]
+__all__ = ["RanksDifferError", "check_alike", "common_description", "description", "first_difference"]
 
 _MAY_DIFFER = {*MONITORS, "aio", "autotuning", "comms_logger", "flops_profiler", "timers", "dump_state", "log_level"}
 _MAY_DIFFER |= {"memory_breakdown", "steps_per_print", "wall_clock_breakdown", "disable_python_gc"}
@@ -56,6 +56,12 @@ def description(config: DeepSpeedConfig, module: nn.Module, optimizer: Optimizer
             of = ", ".join(repr(names.get(id(param), "?")) for param in group["params"])
             lines.append(f"optimizer group {number}: {of}")
     return lines
+
+
+def common_description(config: DeepSpeedConfig, optimizer: Optimizer | None) -> list[str]:
+    """What stages of a pipeline must have in common, though their layers differ."""
+    groups = 0 if optimizer is None else len(optimizer.param_groups)
+    return [*_config_lines(config), f"optimizer: {type(optimizer).__name__}", f"optimizer groups: {groups}"]
 
 
 def _config_lines(config: DeepSpeedConfig) -> Iterator[str]:

@@ -5,8 +5,10 @@ Does not live here: making one (`optim`), masters and the engine's own optimizer
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -52,6 +54,8 @@ def _given_or_built(request: EngineRequest) -> Optimizer | None:
     names: dict[Tensor, str] = {param: name for name, param in request.module.named_parameters()}
     if parameters is None:
         parameters = [param for param in names if param.requires_grad]
+    if not parameters and request.mesh.axis("pipe").size > 1:
+        return _without_parameters(request)
     if optimizer is not None:
         return client_optimizer(optimizer, parameters, names=names)
     if block is None or not parameters:
@@ -64,6 +68,15 @@ def _given_or_built(request: EngineRequest) -> Optimizer | None:
         for_zenflow=zero.zenflow is not None and zero.stage > 0,
         names=names,
     )
+
+
+def _without_parameters(request: EngineRequest) -> Optimizer | None:
+    """That of a pipeline stage with nothing to train: it takes part in norm, loss scale and schedule as all stages do."""
+    held = [torch.nn.Parameter(torch.empty(0))]  # torch makes no optimizer without any
+    made = _given_or_built(replace(request, model_parameters=held))
+    for group in made.param_groups if made is not None else ():
+        group["params"] = [param for param in group["params"] if param is not held[0]]
+    return made
 
 
 def choose_schedule(request: EngineRequest, optimizer: Optimizer | None) -> LRSchedule | None:

@@ -25,21 +25,24 @@ from deepspeed.accelerator.memory import see_memory_usage
 from deepspeed.common.logging import get_logger
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.secrets import without_secrets
-from deepspeed.engine.alike import check_alike, description
+from deepspeed.engine.alike import check_alike, common_description, description
 from deepspeed.engine.basic_optimizer import choose_optimizer, choose_schedule
 from deepspeed.engine.checkpointing import Checkpointing
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.loader import build_loader
 from deepspeed.engine.partition import Partition, attach_gradient_stores, copy_from_first_rank, plan_partition
 from deepspeed.engine.parts import EngineParts
+from deepspeed.engine.pipeline import PipelineEngine
 from deepspeed.engine.report import StepReport
 from deepspeed.engine.request import EngineRequest
+from deepspeed.engine.stage import refuse_for_pipelines
 from deepspeed.engine.terms import Terms
 from deepspeed.engine.tiers import optimizer_tier
 from deepspeed.engine.training import build_training
 from deepspeed.errors import ArgumentError, UnbuiltFeatureError
 from deepspeed.monitor import MonitorMaster
 from deepspeed.offload.heap import give_back_freed
+from deepspeed.pipe.module import PipelineModule
 from deepspeed.precision.policy import DtypePolicy, cast_module, keep_batch_norm_exact
 from deepspeed.topology.mesh import ParallelMesh
 from deepspeed.zero.coordinator import ParameterCoordinator, build_coordinator
@@ -54,10 +57,13 @@ logger = get_logger(__name__)
 
 
 def build_engine(request: EngineRequest) -> DeepSpeedEngine:
-    """Choose the parts and join them. Collective over the data-parallel ranks."""
-    _refuse_unbuilt(request.mesh)
+    """Choose the parts and join them. Collective over the data-parallel ranks of all stages."""
+    is_pipeline = isinstance(request.module, PipelineModule)
+    _refuse_unbuilt(request.mesh, is_pipeline=is_pipeline)
+    if is_pipeline:
+        refuse_for_pipelines(request.config)
     terms = Terms.of(request.config)
-    engine = DeepSpeedEngine(_choose_parts(request, terms))
+    engine = (PipelineEngine if is_pipeline else DeepSpeedEngine)(_choose_parts(request, terms))
     give_back_freed(request.config.zero_optimization)
     if request.config.dump_state:
         _dump(engine)
@@ -76,7 +82,7 @@ def _choose_parts(request: EngineRequest, terms: Terms) -> EngineParts:
     optimizer = basic.optimizer if basic is not None else None
     _make_alike(request, optimizer, terms)
     tier = optimizer_tier(config, mesh.data_parallel, terms.device, optimizer)
-    partition = plan_partition(module, config, mesh, terms.policy, optimizer, tier)
+    partition = plan_partition(module, config, mesh, terms.policy, optimizer, tier, request.stage)
     attach_gradient_stores(partition, config, terms.policy, mesh, tier)
     coordinator = _coordinator(module, config, partition)
     trained = None
@@ -97,6 +103,7 @@ def _choose_parts(request: EngineRequest, terms: Terms) -> EngineParts:
         communication_data_type=terms.policy.communication or torch.float32,
         partition=partition,
         checkpointing=Checkpointing.of(config, mesh),
+        stage=request.stage,
         coordinator=coordinator,
         optimizer=trained,
         reducer=trained.reducer if trained is not None else None,
@@ -114,12 +121,13 @@ def _choose_parts(request: EngineRequest, terms: Terms) -> EngineParts:
     )
 
 
-def _refuse_unbuilt(mesh: ParallelMesh) -> None:
-    for axis in ("tensor", "pipe", "sequence"):
+def _refuse_unbuilt(mesh: ParallelMesh, *, is_pipeline: bool) -> None:
+    giver = "topology given to PipelineModule" if is_pipeline else "mpu given to initialize()"
+    for axis in ("tensor", "sequence") if is_pipeline else ("tensor", "pipe", "sequence"):
         if mesh.axis(axis).size > 1:
             raise UnbuiltFeatureError(
-                f"the mpu given to initialize() has a {axis}-parallel size of {mesh.axis(axis).size}, which is not "
-                "built yet. Use data parallelism only (no mpu), or wait for the version that has it."
+                f"the {giver} has a {axis}-parallel size of {mesh.axis(axis).size}, which is not "
+                "built yet. Use a size of 1 there, or wait for the version that has it."
             )
 
 
@@ -140,6 +148,7 @@ def _make_alike(request: EngineRequest, optimizer: Optimizer | None, terms: Term
     refuse_lost_writes(module.parameters())
     apply_leaf_config(module, config.zero_optimization.leaf_module)
     check_alike(description(config, module, optimizer), axis, terms.device)
+    check_alike(common_description(config, optimizer), request.mesh.axis("pipe"), terms.device)
     copy_from_first_rank(module, axis)
 
 

@@ -38,6 +38,10 @@ class LossGuard:
             return loss
         return (loss.float() if loss.dtype.itemsize < _FP32_BYTES else loss) * total
 
+    def open(self) -> None:
+        """The loss of this window is scaled elsewhere: by another stage of a pipeline."""
+        self._is_open = True
+
     def check(self) -> None:
         """A backward begins.
 

@@ -32,6 +32,7 @@ from deepspeed.comm.reduced_whole import AllReduceScatterer
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.zero import ZeroConfig
 from deepspeed.engine.parameter_tier import PlannedGroup, Resting, RestingPlaces
+from deepspeed.engine.stage import Stage
 from deepspeed.engine.tiers import OptimizerTier
 from deepspeed.errors import ArgumentError
 from deepspeed.precision.policy import DtypePolicy, low_precision_parameters
@@ -88,6 +89,7 @@ def plan_partition(
     policy: DtypePolicy,
     optimizer: Optimizer | None,
     tier: OptimizerTier | None = None,
+    stage: Stage | None = None,
 ) -> Partition:
     """Move the parameters of `module` into flat groups. Collective over the data-parallel ranks.
 
@@ -98,6 +100,7 @@ def plan_partition(
         policy: dtypes.
         optimizer: its groups say what is trained; None: nothing is.
         tier: where its masters rest; None: on the device.
+        stage: the module's place in a pipeline; None: it is a whole model.
 
     Raises:
         ArgumentError: the optimizer holds a parameter that is not the module's.
@@ -105,7 +108,7 @@ def plan_partition(
     zero, data = config.zero_optimization, mesh.data_parallel
     alone = AxisGroup((mesh.rank,), mesh.rank)
     shard_axis, replica_axis = (data, alone) if zero.stage >= 1 else (alone, data)
-    planner = _Planner(module, config, policy, shard_axis)
+    planner = _Planner(module, config, policy, shard_axis, (stage or Stage()).tie_of)
     groups = [planner.lay_out(kind, members) for kind, members in planner.group_members(optimizer)]
     device = next((group.members[0].param.device for group in groups), torch.device("cpu"))
     places = RestingPlaces(config, groups, shard_axis, device)
@@ -127,7 +130,15 @@ def plan_partition(
 
 
 class _Planner:
-    def __init__(self, module: nn.Module, config: DeepSpeedConfig, policy: DtypePolicy, axis: AxisGroup) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        config: DeepSpeedConfig,
+        policy: DtypePolicy,
+        axis: AxisGroup,
+        tie_of: Mapping[int, str],
+    ) -> None:
+        self.tie_of = tie_of
         self.zero = config.zero_optimization
         self.policy = policy
         self.axis = axis
@@ -192,6 +203,7 @@ class _Planner:
                 is_sharded=id(param) in self.sharded,
                 is_row_sparse=id(param) in self.row_sparse,
                 is_low_precision=id(param) in self.low,
+                tie=self.tie_of.get(id(param), ""),
             )
             by_kind.setdefault(kind, []).append(member)
         for kind, members in by_kind.items():
@@ -204,9 +216,11 @@ class _Planner:
         at_most = (
             min(zero.reduce_bucket_size, zero.allgather_bucket_size) if zero.stage in (1, 2) else zero.reduce_bucket_size
         )
+        # Copies of a tie are laid out alike whatever else their stages hold.
+        total_numel = sum(numels) if kind.tie else self.total_numel
         layout = FlatLayout.plan(
             numels,
-            bucket_numel=1 if kind.is_row_sparse else effective_bucket_numel([self.total_numel], at_most),
+            bucket_numel=1 if kind.is_row_sparse else effective_bucket_numel([total_numel], at_most),
             alignment=kind.alignment,
             world_size=self.axis.size,
             units=[member.unit for member in members] if kind.is_sharded else None,

@@ -20,6 +20,7 @@ from deepspeed.engine.checkpointing import Checkpointing
 from deepspeed.engine.loss_guard import LossGuard
 from deepspeed.engine.partition import Partition
 from deepspeed.engine.report import StepReport
+from deepspeed.engine.stage import Stage
 from deepspeed.topology.mesh import ParallelMesh
 from deepspeed.zero.coordinator import ParameterCoordinator
 from deepspeed.zero.optimizer import ZeroOptimizer
@@ -41,6 +42,7 @@ class EngineParts:
     communication_data_type: torch.dtype
     partition: Partition
     checkpointing: Checkpointing
+    stage: Stage
     coordinator: ParameterCoordinator | None = None
     """Gathers and releases sharded parameters; None where there are none."""
 

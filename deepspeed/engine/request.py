@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import nn
 
 from deepspeed.config import DeepSpeedConfig
+from deepspeed.engine.stage import Stage
 from deepspeed.topology.mesh import ParallelMesh
 
 __all__ = ["EngineRequest"]
@@ -27,3 +29,8 @@ class EngineRequest:
     lr_scheduler: Any = None
     collate_fn: Callable[[list[Any]], Any] | None = None
     mpu: Any = None
+
+    @cached_property
+    def stage(self) -> Stage:
+        """The module's place in a pipeline, if it has one."""
+        return Stage.of(self.module)

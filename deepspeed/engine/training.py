@@ -14,6 +14,7 @@ from deepspeed.engine.basic_optimizer import BasicOptimizer
 from deepspeed.engine.loader import epoch_steps
 from deepspeed.engine.partition import Partition
 from deepspeed.engine.request import EngineRequest
+from deepspeed.engine.stage import norm_axis
 from deepspeed.engine.terms import Terms
 from deepspeed.offload import placement
 from deepspeed.precision.loss_scaler import NullScaler
@@ -25,6 +26,7 @@ from deepspeed.zero.reducer import GradientReducer
 from deepspeed.zero.residence import Residence
 from deepspeed.zero.state_io import carry_state
 from deepspeed.zero.threaded import StepThread, ThreadedWeights
+from deepspeed.zero.ties import Ties
 from deepspeed.zero.zenflow.build import zenflow_weights
 
 __all__ = ["build_training"]
@@ -54,6 +56,9 @@ def build_training(
         skips_nonfinite=config.bf16.check_grad_overflow if config.bf16.enabled else True,
         computes_norm=config.zero_optimization.compute_grad_norm,
         frozen=partition.frozen,
+        ties=Ties(request.stage.axes),
+        norm_axis=norm_axis(request.mesh, partition.shard_axis),
+        device=terms.device,
     )
     if config.zero_optimization.stage == 3:
         optimizer.parameter_offload = ParameterOffload(request.module, coordinator)

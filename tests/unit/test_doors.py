@@ -41,6 +41,7 @@ DOTTED = [
     "deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES",
     "deepspeed.pipe.TiedLayerSpec",
     "deepspeed.runtime.pipe.PipelineModule",
+    "deepspeed.runtime.pipe.engine.PipelineEngine",
     "deepspeed.runtime.pipe.module.LayerSpec",
     "deepspeed.runtime.pipe.schedule.TrainSchedule",
     "deepspeed.runtime.pipe.topology.PipelineParallelGrid",

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from deepspeed.common.lazy import attach
 
-__all__ = ["LayerSpec", "PipelineModule", "ProcessTopology", "TiedLayerSpec", "module", "schedule", "topology"]
+__all__ = ["LayerSpec", "PipelineModule", "ProcessTopology", "TiedLayerSpec", "engine", "module", "schedule", "topology"]
 
 __getattr__, __dir__ = attach(
     __name__,
-    submodules=("module", "schedule", "topology"),
+    submodules=("engine", "module", "schedule", "topology"),
     names={
         "LayerSpec": "deepspeed.pipe.specs:LayerSpec",
         "PipelineModule": "deepspeed.pipe.module:PipelineModule",
         "ProcessTopology": "deepspeed.topology.grid:ProcessTopology",
         "TiedLayerSpec": "deepspeed.pipe.specs:TiedLayerSpec",
     },
-    unbuilt={"engine": "deepspeed.runtime.pipe.engine is not built yet in this version; see the table in README.md"},
 )

@@ -20,7 +20,6 @@ SWITCH_ON: dict[str, Any] = {
     "sequence_parallel_size": 2,
     "tensor_parallel.autotp_size": 2,
     "tensor_parallel.tensor_parallel.tp_size": 2,
-    "pipeline": {"activation_checkpoint_interval": 1},
     "compile.passes": ["z3"],
     "sparse_attention": {},
     "compression_training": {"layer_reduction": {"enabled": True}},

@@ -1,0 +1,341 @@
+"""The engine of a model that is cut into stages: one call per batch, the same numbers as one process.
+
+    train_batch(data_iter)
+      announce    the first and the last stage take all micro-batches; everybody learns of them          engine.pipeline_data
+      carry out   this stage's works in the order of the schedule                                      engine.pipeline_batch
+      update      mean over data-parallel ranks, sum over ties, norm over all stages, step              engine.engine, zero.*
+      loss        mean over micro-batches and data-parallel ranks, the same tensor on all stages
+
+A `PipelineEngine` is a `DeepSpeedEngine` of this stage's layers over the data-parallel ranks of this stage; what a stage
+does not know of the others comes to it with activations, gradients, and a few small collectives per batch.
+
+[Note: failures] What a rank raises inside a batch leaves its neighbours waiting. So it is told to all ranks, which raise it
+too (`comm.watch`, told failures), and the engine is of no more use: messages of that batch are still on their way.
+
+Does not live here: building (`engine.build`), doors for other names (`engine.pipeline_members`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.failures import PeerFailedError
+from deepspeed.comm.watch import WATCH
+from deepspeed.common.pytree import map_tensors, tensors
+from deepspeed.engine.engine import DeepSpeedEngine
+from deepspeed.engine.pipeline_batch import BatchRun
+from deepspeed.engine.pipeline_data import Announced, BatchSource
+from deepspeed.engine.pipeline_members import PipelineMembers
+from deepspeed.engine.report import BACKWARD, FORWARD
+from deepspeed.errors import NonFiniteError, PipelineError
+from deepspeed.pipe.carriers import MessageCarriers
+from deepspeed.pipe.orders import OrderName, Work, order_of
+from deepspeed.pipe.traffic import Place, arrivals
+from deepspeed.pipe.transport import Transport
+
+if TYPE_CHECKING:
+    from deepspeed.engine.parts import EngineParts
+    from deepspeed.pipe.module import PipelineModule
+
+__all__ = ["PipelineEngine"]
+
+
+class PipelineEngine(PipelineMembers, DeepSpeedEngine):
+    """Trains a `PipelineModule`; made by `deepspeed.initialize`, on every rank. Constructing it is collective.
+
+    Attributes:
+        total_loss: sum of the losses of the last batch's micro-batches, mean over data-parallel ranks.
+        agg_train_loss: their mean, which `train_batch` returned.
+    """
+
+    module: PipelineModule
+
+    def __init__(self, parts: EngineParts) -> None:
+        super().__init__(parts)
+        mesh, module = parts.mesh, self.module
+        axis = mesh.axis("pipe")
+        if parts.config.pipeline.activation_checkpoint_interval:
+            module.set_checkpoint_interval(parts.config.pipeline.activation_checkpoint_interval)
+        self._place = Place(axis.rank, axis.size, module.num_chunks)
+        is_tagged = get_accelerator().communication_backend_name() == "gloo"
+        carriers = MessageCarriers(mesh, is_tagged=is_tagged)
+        self._transport = Transport(carriers, parts.device, is_dynamic=module.dynamic_shape)
+        self._source = BatchSource(mesh, parts.device)
+        self._compute = _Compute(self)
+        self._orders: dict[tuple[str, int], list[tuple[Work, ...]]] = {}
+        self._iterator: Iterator[Any] | None = None
+        self._forgets = False
+        self._failure = ""
+        self._loss: tuple[Tensor, Any] | None = None
+        self.total_loss: Tensor | None = None
+        self.agg_train_loss: Tensor | None = None
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """Train on one global batch: `micro_batches` micro-batches, one update. Collective: all ranks call it.
+
+        Args:
+            data_iter: gives (inputs, labels) of a micro-batch; read on the first and last stage only. None: the engine's
+                own loader, or what `set_dataiterator` gave.
+
+        Returns:
+            The mean loss over micro-batches and data-parallel ranks, on every rank.
+
+        Raises:
+            PipelineDataEndedError: on all ranks, the iterator of one ended too early; nothing was done.
+            PipelineError: gradients are off, there is no optimizer, or a stage failed (on all ranks).
+        """
+        if not torch.is_grad_enabled():
+            raise PipelineError(
+                "train_batch() inside torch.no_grad(): it needs gradients. Call it outside, or eval_batch()."
+            )
+        optimizer, parts = self.optimizer, self._parts
+        if optimizer is None or parts.reducer is None:
+            raise PipelineError(
+                "train_batch() on an engine without an optimizer. Give initialize() one, or call eval_batch()."
+            )
+        self._require_present("engine.train_batch()")
+        self.train()
+        batch = self._take(data_iter, self.micro_batches, "training")
+        parts.report.throughput.start()
+        parts.accumulation.loss_factor(scale_wrt_gas=True)  # losses are as they are; the update divides
+        parts.loss_guard.open()
+        run = self._batch_run(batch, defers_weights=self._schedule == "zero_bubble")
+        with self._telling(run), self.coalesced():
+            self._carry_out(run, self._schedule, len(batch.micro_batches))
+        with self._telling(run):
+            run.doing = "update"
+            self._loss = self._start_loss(run.losses)
+            self._update({})
+        parts.accumulation.advance(len(batch.micro_batches))
+        parts.report.throughput.stop(global_step=True)
+        assert self.agg_train_loss is not None  # _report
+        return self.agg_train_loss
+
+    @contextmanager
+    def coalesced(self) -> Iterator[None]:
+        """Backward passes inside only accumulate: the update reduces once per batch."""
+        with DeepSpeedEngine.coalesce_grad_reduction(self):
+            yield
+
+    def _report(self) -> None:
+        assert self._loss is not None  # train_batch
+        count = self._parts.batch.accumulation
+        self.total_loss = self._finish_loss(self._loss)
+        self.agg_train_loss = self.total_loss / count
+        self._parts.report.add_loss(self.agg_train_loss, 1.0)
+        super()._report()
+
+    def _start_loss(self, losses: Sequence[Tensor]) -> tuple[Tensor, Any]:
+        """Start to add up the losses over all ranks; those of other stages than the last have none."""
+        parts = self._parts
+        ranks = parts.mesh.pipe_data
+        sums = torch.zeros(2, dtype=self._wide, device=parts.device)
+        if losses:
+            sums[0] = torch.stack(list(losses)).sum(dtype=self._wide)
+            sums[1] = float(losses[0].dtype == torch.float64)
+        work = comm.all_reduce(sums, group=ranks.group, async_op=True) if ranks.size > 1 else None
+        return sums, work
+
+    def _finish_loss(self, started: tuple[Tensor, Any]) -> Tensor:
+        sums, work = started
+        if work is not None:
+            work.wait()
+        total = sums[0] / self._parts.mesh.data_parallel.size
+        return total if self._wide == torch.float64 and bool(sums[1]) else total.float()
+
+    @property
+    def _wide(self) -> torch.dtype:
+        return torch.float32 if self._parts.device.type == "mps" else torch.float64
+
+    # -- evaluation ---------------------------------------------------------------------------------------------------
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any] | None,
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: Literal["avg", "sum"] | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """Run micro-batches through the model in evaluation mode, without gradients. Collective: all ranks call it.
+
+        Args:
+            data_iter: as for `train_batch`.
+            return_logits: return (result, outputs): the last stage's outputs by micro-batch, None on other stages.
+            compute_loss: the result is made of losses; else of the last stage's outputs.
+            reduce_output: "avg" or "sum" over micro-batches (and the mean over data-parallel ranks); None: a list of one
+                result per micro-batch, of this rank alone.
+            bcast_loss: give the reduced loss to all stages; else, and for all but a reduced loss, other stages than the last
+                get None.
+            num_micro_batches: how many; as in training if left out.
+
+        Raises:
+            PipelineDataEndedError: on all ranks, the iterator of one ended too early; nothing was done.
+            PipelineError: another `reduce_output`, or a stage failed (on all ranks).
+        """
+        if reduce_output not in ("avg", "sum", None):
+            raise PipelineError(f'eval_batch(reduce_output={reduce_output!r}): use "avg", "sum" or None.')
+        run = self._evaluate(data_iter, num_micro_batches, has_loss=compute_loss, keeps=return_logits or not compute_loss)
+        results: list[Any] = run.losses if compute_loss else run.outputs
+        reduced: Any = results
+        if reduce_output is not None:
+            with self._telling(run):
+                count = num_micro_batches or self.micro_batches
+                reduced = self._reduced(results, count if reduce_output == "avg" else 1, of_loss=compute_loss and bcast_loss)
+        result = reduced if self.is_last_stage() or (compute_loss and bcast_loss and reduce_output is not None) else None
+        if not return_logits:
+            return result
+        return result, run.outputs if self.is_last_stage() else None
+
+    def inference_batch(self, data_iter: Iterator[Any] | None, num_micro_batches: int | None = None) -> list[Any] | None:
+        """The last stage's outputs by micro-batch, None on other stages; labels are not looked at. Collective."""
+        run = self._evaluate(data_iter, num_micro_batches, has_loss=False, keeps=True)
+        return run.outputs if self.is_last_stage() else None
+
+    def _evaluate(self, data_iter: Iterator[Any] | None, count: int | None, *, has_loss: bool, keeps: bool) -> BatchRun:
+        count = count or self.micro_batches
+        was_training = self.training
+        self.eval()
+        try:
+            with torch.no_grad():
+                batch = self._take(data_iter, count, "evaluation")
+                run = self._batch_run(batch, keeps_outputs=keeps, has_loss=has_loss)
+                with self._telling(run):
+                    self._carry_out(run, "inference", count)
+        finally:
+            self.train(was_training)
+        return run
+
+    def _reduced(self, results: list[Any], divisor: int, *, of_loss: bool) -> Any:
+        """The sum over micro-batches, divided; the mean over data-parallel ranks; for a loss on all stages."""
+        data = self._parts.mesh.data_parallel
+        if of_loss:
+            return self._finish_loss(self._start_loss(results)) / divisor
+        if not self.is_last_stage():
+            return None
+        total = results[0]
+        for other in results[1:]:
+            total = _added(total, other)
+
+        def mean(tensor: Tensor) -> Tensor:
+            tensor = tensor / (divisor * data.size) if tensor.is_floating_point() else tensor
+            if data.size > 1:
+                comm.all_reduce(tensor, group=data.group)
+            return tensor
+
+        return map_tensors(mean, total)
+
+    # -- a batch ------------------------------------------------------------------------------------------------------
+
+    def _take(self, data_iter: Iterator[Any] | None, count: int, mode: str) -> Announced:
+        if self._failure:
+            raise PipelineError(
+                f"this engine stopped in an earlier batch: {self._failure} Messages of that batch are still on their way: "
+                "start the job again, from a checkpoint."
+            )
+        iterator = self._own_iterator() if data_iter is None else data_iter
+        forgets, self._forgets = self._forgets, False
+        batch = self._source.take(iterator, count, mode=mode, forgets=forgets)
+        if batch.forgets:
+            self._transport.forget_forms()
+        return batch
+
+    def _batch_run(self, batch: Announced, **options: Any) -> BatchRun:
+        return BatchRun(self._place, self._compute, self._transport, batch.micro_batches, batch.signatures, **options)
+
+    def _carry_out(self, run: BatchRun, schedule: OrderName, count: int) -> None:
+        orders = self._orders_of(schedule, count)
+        run.carry_out(orders[self._place.stage], arrivals(self._place, orders.__getitem__))
+
+    def _orders_of(self, schedule: OrderName, count: int) -> list[tuple[Work, ...]]:
+        """The order of each stage."""
+        known = self._orders.get((schedule, count))
+        if known is None:
+            _, stages, chunks = self._place
+            known = [order_of(schedule, stage, stages, count, chunks) for stage in range(stages)]
+            self._orders[schedule, count] = known
+        return known
+
+    @property
+    def _schedule(self) -> OrderName:
+        return self._config.pipeline.schedule
+
+    @contextmanager
+    def _telling(self, run: BatchRun) -> Iterator[None]:
+        """[Note: failures]."""
+        try:
+            yield
+        except NonFiniteError:  # on all ranks together
+            raise
+        except PeerFailedError as error:
+            self._failure = WATCH.tell_failure(str(error))
+            raise PipelineError(self._failure) from error
+        except Exception as error:  # whatever a layer raises: all ranks are told, and raise
+            text = (
+                f"stage {self.stage_id} (rank {self.global_rank}) failed in the {run.doing}: {type(error).__name__}: {error}"
+            )
+            told = WATCH.tell_failure(text)
+            self._failure = told if self.world_size > 1 else ""
+            raise PipelineError(told) from error
+
+
+class _Compute:
+    """`pipeline_batch.StageCompute` of an engine."""
+
+    def __init__(self, engine: PipelineEngine) -> None:
+        self._engine = engine
+
+    def forward(self, chunk: int, inputs: Any) -> Any:
+        """See `StageCompute`."""
+        engine = self._engine
+        parts = engine._parts
+        if parts.input_dtype is not None and self._engine._place.is_first(chunk):
+            inputs = map_tensors(engine._cast_input, inputs)
+        timer = parts.report.timers(FORWARD)
+        timer.start()
+        with engine._autocast():
+            outputs = engine.module.forward_chunk(chunk, inputs)
+        timer.stop()
+        return outputs
+
+    def loss(self, outputs: Any, labels: Any) -> Tensor:
+        """See `StageCompute`."""
+        loss_fn = self._engine.module.loss_fn
+        with self._engine._autocast():
+            loss = outputs if loss_fn is None else loss_fn(outputs, labels)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            source = "the last layer" if loss_fn is None else "loss_fn"
+            shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise PipelineError(
+                f"{source} gave {shown}; a scalar loss is needed. Reduce it, or set PipelineModule(loss_fn=...)."
+            )
+        return loss.reshape(())
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """See `StageCompute`."""
+        return self._engine._parts.loss_guard.scale(loss)
+
+    def backward(self, autograd: Callable[[], None]) -> None:
+        """See `StageCompute`."""
+        parts = self._engine._parts
+        assert parts.reducer is not None  # train_batch
+        timer = parts.report.timers(BACKWARD)
+        timer.start()
+        parts.reducer.drive(autograd)
+        timer.stop()
+
+
+def _added(one: Any, other: Any) -> Any:
+    """The sum of two outputs of one form."""
+    others = tensors(other)
+    return map_tensors(lambda tensor: tensor + next(others), one)

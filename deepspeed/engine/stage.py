@@ -1,0 +1,80 @@
+"""What an engine must know of the other stages, when its module is one stage of a pipeline; nothing where it is a model.
+
+Does not live here: what is done with it (`partition`, `training`, `saving`), batches (`pipeline`). Called by `engine.build`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.errors import ConfigError, UnbuiltFeatureError
+from deepspeed.pipe.module import PipelineModule
+from deepspeed.topology.mesh import AxisGroup, ParallelMesh
+
+__all__ = ["Stage", "norm_axis", "refuse_for_pipelines"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A module's place among others."""
+
+    axes: Mapping[str, AxisGroup] = field(default_factory=dict)
+    """Key of each tie -> the ranks with the copies that correspond to this rank's."""
+
+    tie_of: Mapping[int, str] = field(default_factory=dict)
+    """id of each tied parameter -> key of its tie."""
+
+    stored_elsewhere: frozenset[str] = frozenset()
+    """Names of parameters and buffers that an earlier stage writes into checkpoints."""
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Stage:
+        """That of `module`."""
+        if not isinstance(module, PipelineModule):
+            return cls()
+        tie_of: dict[int, str] = {}
+        elsewhere: set[str] = set()
+        axes: dict[str, AxisGroup] = {}
+        for tie in module.tie_groups:
+            if tie.axis is None:
+                continue  # between other stages
+            axes[tie.key] = tie.axis
+            tied = module.tied_modules[tie.key]
+            tie_of.update((id(param), tie.key) for param in tied.parameters())
+            if tie.axis.rank > 0:
+                named = (*tied.named_parameters(), *tied.named_buffers())
+                elsewhere.update(f"tied_modules.{tie.key}.{name}" for name, _ in named)
+        return cls(axes, tie_of, frozenset(elsewhere))
+
+
+def norm_axis(mesh: ParallelMesh, shard_axis: AxisGroup) -> AxisGroup:
+    """The ranks whose gradients, added up, are those of one whole model, each element once."""
+    if mesh.axis("pipe").size == 1:
+        return shard_axis
+    return mesh.pipe_data if shard_axis.size > 1 else mesh.axis("pipe")
+
+
+def refuse_for_pipelines(config: DeepSpeedConfig) -> None:
+    """Refuse what has no meaning, or is not built, for a `PipelineModule`.
+
+    Raises:
+        ConfigError: the text has the reason and what to do.
+        UnbuiltFeatureError: likewise.
+    """
+    zero = config.zero_optimization
+    if zero.stage >= 2:
+        raise ConfigError(
+            f"zero_optimization.stage = {zero.stage} with a PipelineModule: ZeRO stages 2 and 3 reduce (and gather) for "
+            "every micro-batch what a pipeline adds up over all of them, which would undo what it saves. Use stage 0 or 1."
+        )
+    if not config.managed_gradient_accumulation:
+        raise ConfigError(
+            "managed_gradient_accumulation = false with a PipelineModule: train_batch() accumulates the micro-batches of a "
+            "batch itself. Leave it out."
+        )
+    if zero.zenflow is not None and zero.stage > 0:
+        raise UnbuiltFeatureError("zero_optimization.zenflow with a PipelineModule is not built yet. Leave it out.")

@@ -1,0 +1,7 @@
+"""Door to `deepspeed.engine.pipeline`."""
+
+from __future__ import annotations
+
+from deepspeed.engine.pipeline import PipelineEngine
+
+__all__ = ["PipelineEngine"]

@@ -1,0 +1,196 @@
+"""What goes wrong on one rank of a pipeline is raised on all, with its place and cause, within seconds."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from deepspeed.errors import ConfigError, PipelineDataEndedError, PipelineError, UnbuiltFeatureError
+from tests.support.engines import config, zero
+from tests.support.pipelines import Whole, layers, make_pipeline, own, token_batches, token_loss
+from tests.support.ranks import RanksFailed, run_ranks
+from tests.support.reference import FP64_ROUNDING, train_reference
+
+pytestmark = pytest.mark.alone  # limits of seconds
+
+SGD = functools.partial(torch.optim.SGD, lr=0.05)
+SECONDS = 12.0
+ENV = {"DEEPSPEED_WATCH_SECONDS": "0.8"}
+
+
+def _micro_batches(count: int, rank: int = 0) -> list[Any]:
+    return next(own(token_batches(1, count, 2), rank))
+
+
+# -- data -------------------------------------------------------------------------------------------------------------
+
+
+def _ended(rank: int, _world_size: int) -> str:
+    described = layers(2)
+    engine = make_pipeline(described, 2, config(4, 2), optimizer=SGD)
+    data = engine.get_data_parallel_rank()
+    is_short = data == 1  # one replica alone runs out
+    with pytest.raises(PipelineDataEndedError) as caught:
+        engine.train_batch(iter(_micro_batches(2 if is_short else 4)))
+    assert isinstance(caught.value, StopIteration)
+    assert engine.global_steps == 0
+    batches = token_batches(2, 4, 2)
+    wanted = train_reference(Whole(described), SGD, batches).losses
+    assert [engine.train_batch(iter(step)).item() for step in own(batches, data)] == pytest.approx(wanted, abs=FP64_ROUNDING)
+    return str(caught.value)
+
+
+def test_data_that_end_early_stop_all_ranks_before_any_work_and_the_engine_goes_on() -> None:
+    for text in run_ranks(_ended, 4):
+        assert "stage 0 (rank 1): the data iterator ended after 2 of 4 micro-batches" in text
+        assert "stage 1 (rank 3): the data iterator ended after 2 of 4 micro-batches" in text
+        assert "rank 0" not in text
+
+
+def _failing_data(rank: int, _world_size: int) -> str:
+    def broken() -> Iterator[Any]:
+        yield _micro_batches(1)[0]
+        raise KeyError("no such file")
+
+    engine = make_pipeline(layers(2), 2, config(2, 2), optimizer=SGD)
+    with pytest.raises(PipelineError) as caught:
+        engine.train_batch(broken() if rank == 1 else iter(_micro_batches(2)))
+    assert not isinstance(caught.value, StopIteration)
+    engine.train_batch(iter(_micro_batches(2)))
+    return str(caught.value)
+
+
+def test_data_that_fail_on_one_stage_are_named_on_all() -> None:
+    for text in run_ranks(_failing_data, 2):
+        assert "stage 1 (rank 1): the data iterator failed: KeyError: 'no such file'" in text
+        assert "stage 0" not in text
+
+
+def _no_data(rank: int, _world_size: int) -> str:
+    engine = make_pipeline(layers(2), 2, config(2, 2), optimizer=SGD)
+    with pytest.raises(PipelineError) as caught:
+        engine.train_batch()
+    return str(caught.value)
+
+
+def test_a_batch_without_any_data_is_refused_on_all_ranks() -> None:
+    for text in run_ranks(_no_data, 2):
+        assert "there is no data: give train_batch() a data_iter, or initialize() training_data" in text
+
+
+# -- layers -----------------------------------------------------------------------------------------------------------
+
+
+class Fragile(nn.Module):
+    """Fails at its third call: in the forward, in the backward, or as a process."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.calls = how, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 3 and self.how == "forward":
+            raise ValueError("a bad value")
+        if self.calls == 3 and self.how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.calls == 3 and self.how == "backward":
+            x = x * 1
+            x.register_hook(_refuse)
+        return x
+
+
+def _refuse(gradient: Tensor) -> Tensor:
+    raise ValueError("a bad gradient")
+
+
+def _bad_loss(outputs: Tensor, labels: Tensor) -> Tensor:
+    loss = token_loss(outputs, labels)
+    return torch.stack([loss, loss])
+
+
+def _failing_stage(rank: int, _world_size: int, how: str) -> tuple[str, float, str]:
+    described = layers(3, tied=False)
+    described.insert(3, Fragile(how))
+    engine = make_pipeline(
+        described,
+        3,
+        config(6, 2),
+        optimizer=SGD,
+        loss_fn=_bad_loss if how == "loss" else token_loss,
+        partition_method=[1, 1, 1, 1, 1, 1, 1],
+    )
+    began = time.monotonic()
+    with pytest.raises(PipelineError) as caught:
+        engine.train_batch(iter(_micro_batches(6)))
+    seconds = time.monotonic() - began
+    with pytest.raises(PipelineError) as again:
+        engine.train_batch(iter(_micro_batches(6)))
+    return str(caught.value), seconds, str(again.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "place", "cause"),
+    [
+        ("forward", "stage 1 (rank 1) failed in the forward of micro-batch 2", "ValueError: a bad value"),
+        ("backward", "stage 1 (rank 1) failed in the backward of micro-batch 2", "ValueError: a bad gradient"),
+        ("loss", "stage 2 (rank 2) failed in the forward of micro-batch 0", "loss_fn gave a tensor of shape (2,)"),
+    ],
+)
+def test_an_exception_in_one_stage_is_raised_on_all_with_stage_rank_and_cause(how: str, place: str, cause: str) -> None:
+    for text, seconds, again in run_ranks(_failing_stage, 3, how, env=ENV):
+        assert place in text
+        assert cause in text
+        assert seconds < SECONDS
+        assert "this engine stopped in an earlier batch" in again
+
+
+def test_a_killed_rank_ends_the_others_within_seconds() -> None:
+    began = time.monotonic()
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(_failing_stage, 3, "kill", env=ENV)
+    assert time.monotonic() - began < 3 * SECONDS
+    kinds = {failure.rank: failure for failure in caught.value.failures}
+    assert kinds[1].kind == "died"
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def _refusals(rank: int, _world_size: int) -> None:
+    def build(error: type[Exception], text: str, **blocks: Any) -> None:
+        with pytest.raises(error, match=text):
+            make_pipeline(layers(2), 2, config(2, 2, **blocks), optimizer=SGD)
+
+    for stage in (2, 3):
+        build(ConfigError, f"stage = {stage} with a PipelineModule: .* Use stage 0 or 1", **zero(stage))
+    build(ConfigError, "managed_gradient_accumulation", managed_gradient_accumulation=False)
+    every_step = {"select_strategy": "step", "select_interval": 2, "update_interval": 2}
+    build(UnbuiltFeatureError, "zenflow", **zero(1, zenflow=every_step, offload_optimizer={"device": "cpu"}))
+
+    engine = make_pipeline(layers(2), 2, config(2, 2), optimizer=SGD)
+    calls: list[Callable[[], Any]] = [
+        lambda: engine(torch.ones(1)), lambda: engine.backward(torch.ones(1)), engine.step, engine.no_sync,
+        engine.coalesce_grad_reduction,
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(PipelineError, match=r"Only train_batch\(\) is accessible in pipeline mode\."):
+            call()
+    with torch.no_grad(), pytest.raises(PipelineError, match="needs gradients"):
+        engine.train_batch(iter(_micro_batches(2)))
+    with pytest.raises(PipelineError, match="reduce_output='median'"):
+        engine.eval_batch(iter(_micro_batches(2)), reduce_output="median")  # type: ignore[arg-type]
+    with pytest.raises(PipelineError, match="zero_to_fp32"):
+        engine.save_16bit_model("anywhere")
+
+
+def test_what_a_pipeline_cannot_do_is_refused_with_the_reason() -> None:
+    run_ranks(_refusals, 2)
