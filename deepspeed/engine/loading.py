@@ -25,6 +25,7 @@ from deepspeed.checkpoint.save.tiers import choose_load_dir, load_places
 from deepspeed.checkpoint.source import OptimizerState
 from deepspeed.common.logging import get_logger, warn_once
 from deepspeed.engine.random_state import set_random_state
+from deepspeed.engine.stage_facts import ModelNames, agreed, names_of_model
 from deepspeed.engine.weights import extra_state, persistent_buffers, set_extra_state, some_names, unmanaged_parameters
 from deepspeed.errors import CheckpointError
 from deepspeed.offload.heap import give_back_freed
@@ -92,7 +93,7 @@ class LoadingMembers:
         load_dir, source = opened
         with torch.inference_mode(False), torch.no_grad():
             self._load(
-                source.with_members(self._parts.partition.group_names),
+                source,
                 strict=load_module_strict,
                 with_optimizer=load_optimizer_states and not load_module_only,
                 with_schedule=load_lr_scheduler_states,
@@ -115,8 +116,15 @@ class LoadingMembers:
         custom_load_fn: Callable[..., Any] | None,
     ) -> None:
         """See that everything fits, then load. What can be refused is refused before any value changes."""
-        stored = None if custom_load_fn is not None else self._fitting(source, strict=strict)
-        optimizer_load = self._fitting_optimizer(source) if with_optimizer else None
+        pipe = self._parts.mesh.axis("pipe")
+        model = names_of_model(self._own_shapes(), self._parts.partition.group_names, pipe)
+        source = source.with_members(model.members)
+
+        def check() -> tuple[dict[str, str] | None, Callable[[], None] | None]:
+            stored = None if custom_load_fn is not None else self._fitting(source, model, strict=strict)
+            return stored, self._fitting_optimizer(source, model) if with_optimizer else None
+
+        stored, optimizer_load = agreed(check, pipe)
         rank_state = self._rank_state_in(source, only_module=only_module)
         has_as_many_ranks = source.state["dp_world_size"] == self._parts.mesh.data_parallel.size
         own = cast("OwnState", rank_state if has_as_many_ranks else {})
@@ -172,16 +180,21 @@ class LoadingMembers:
         yield from unmanaged_parameters(self.module, managed)
         yield from persistent_buffers(self.module)
 
-    def _fitting(self, source: CheckpointSource, *, strict: bool) -> dict[str, str]:
-        """Name of each weight and buffer that the model and the checkpoint both have -> the stored tensor."""
+    def _own_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of each weight and buffer of this rank's module."""
         flats = self._parts.partition.flats
         shapes = {m.name: tuple(shape) for flat in flats for m, shape in zip(flat.members, flat.shapes, strict=True)}
         shapes.update((name, tuple(tensor.shape)) for name, tensor in self._others())
+        return shapes
+
+    def _fitting(self, source: CheckpointSource, model: ModelNames, *, strict: bool) -> dict[str, str]:
+        """Name of each weight and buffer that this rank's module and the checkpoint both have -> the stored tensor."""
+        shapes = self._own_shapes()
         stored = _weights_in(source)
         frozen_may_lack = not source.state["has_frozen_parameters"]
         frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
         missing = sorted(n for n in shapes if n not in stored and not (frozen_may_lack and n in frozen))
-        extra = sorted(n for n in stored if n not in shapes)
+        extra = sorted(n for n in stored if n not in model.tensors)
         if strict and (missing or extra):
             raise CheckpointError(
                 f"checkpoint {source.folder} does not fit the model: it lacks {some_names(missing)} and has "
@@ -197,12 +210,12 @@ class LoadingMembers:
                 )
         return fitting
 
-    def _fitting_optimizer(self, source: CheckpointSource) -> Callable[[], None] | None:
+    def _fitting_optimizer(self, source: CheckpointSource, model: ModelNames) -> Callable[[], None] | None:
         """What loads the optimizer's state, all checks done; None where one of the two has none."""
         stored = source.state["optimizer"]
         if self.optimizer is None or stored is None:
             return None
-        return _fitting_optimizer(self.optimizer, source, stored, self._parts.partition.group_names)
+        return _fitting_optimizer(self.optimizer, source, stored, model.members)
 
     def _load_progress(self, source: CheckpointSource, rank_state: Mapping[str, Any], with_schedule: bool) -> None:
         """Counters, schedule, place in the data, random generators; `rank_state` is what this rank stored for itself."""

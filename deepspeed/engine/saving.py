@@ -14,7 +14,7 @@ Called by users as engine methods, on all ranks.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -32,6 +32,7 @@ from deepspeed.common.logging import warn_once
 from deepspeed.config.secrets import without_secrets
 from deepspeed.engine.own_state import OwnState, own_state
 from deepspeed.engine.random_state import get_random_state
+from deepspeed.engine.stage_facts import add_facts, facts_of_stage
 from deepspeed.engine.weights import extra_state, persistent_buffers, shared_names, unmanaged_parameters
 from deepspeed.errors import ArgumentError, CheckpointError
 from deepspeed.sharding import even_range
@@ -104,7 +105,7 @@ class SavingMembers:
             lambda: {**self._state(exclude_frozen_parameters)},
             lambda: _checked_client_state(client_state),
             lambda: _rank_state(self.training_dataloader, own()),
-            lambda: [tag, self._own_scalars()],
+            lambda: [tag, self._own_scalars(), self._own_facts(exclude_frozen_parameters)],
             self._complete,
         )
         self._parts.checkpointing.saver.save(Path(save_dir), tag, content, save_latest=save_latest)
@@ -128,26 +129,37 @@ class SavingMembers:
         self._parts.checkpointing.replace_engine(value)
 
     def _pieces(self, exclude_frozen: bool) -> Iterator[Piece]:
+        """This rank's share; without copies of what an earlier stage of a pipeline holds."""
+        elsewhere = self._parts.stage.stored_elsewhere
+        yield from self._managed_pieces(elsewhere, exclude_frozen=exclude_frozen)
+        yield from self._other_pieces(elsewhere, exclude_frozen=exclude_frozen)
+
+    def _managed_pieces(self, elsewhere: Set[str], *, exclude_frozen: bool) -> Iterator[Piece]:
         partition = self._parts.partition
         share = self._parts.checkpointing.write_shares.of(partition.replica_axis.ranks)
-        managed = {member.name for flat in partition.flats for member in flat.members}
+        if share.part is None:
+            return
         for flat in partition.flats:
-            if not (exclude_frozen and not flat.kind.is_trained) and share.part is not None:
+            is_copy = any(member.name in elsewhere for member in flat.members)
+            if not is_copy and not (exclude_frozen and not flat.kind.is_trained):
                 yield from _flat_pieces(flat, share.parts, share.part)
-        if self.optimizer is not None and share.part is not None:
-            for piece in state_pieces(self.optimizer.master, share.parts, share.part):
+        for piece in state_pieces(self.optimizer.master, share.parts, share.part) if self.optimizer is not None else ():
+            if piece.member.name not in elsewhere:
                 name = names.optimizer_tensor(piece.member.name, piece.key)
                 yield Piece(name, tuple(piece.shape), piece.start, piece.values)
-        share = self._parts.checkpointing.write_shares.of(self._parts.mesh.data_parallel.ranks)
-        others = unmanaged_parameters(self.module, managed, exclude_frozen=exclude_frozen)
+
+    def _other_pieces(self, elsewhere: Set[str], *, exclude_frozen: bool) -> Iterator[Piece]:
+        data = self._parts.mesh.data_parallel
+        share = self._parts.checkpointing.write_shares.of(data.ranks)
+        managed = {member.name for flat in self._parts.partition.flats for member in flat.members}
+        others = unmanaged_parameters(self.module, managed | elsewhere, exclude_frozen=exclude_frozen)
         for number, (name, param) in enumerate(others):
             if number % share.parts == share.part:
                 yield Piece.whole(names.module_tensor(name), param)
-        if (
-            self._parts.mesh.data_parallel.rank == 0
-        ):  # all of one rank: what two ranks made of their batches is not one model
+        if data.rank == 0:  # all of one rank: what two ranks made of their batches is not one model
             for name, buffer in persistent_buffers(self.module):
-                yield Piece.whole(names.module_tensor(name), buffer)
+                if name not in elsewhere:
+                    yield Piece.whole(names.module_tensor(name), buffer)
 
     def _state(self, exclude_frozen: bool) -> EngineState:
         loader = self.training_dataloader
@@ -182,7 +194,15 @@ class SavingMembers:
         }
 
     def _shares_scalars(self) -> bool:
-        return self.optimizer is not None and self._parts.partition.shard_axis.size > 1
+        is_spread = self._parts.partition.shard_axis.size > 1 or self._parts.mesh.axis("pipe").size > 1
+        return self.optimizer is not None and is_spread
+
+    def _own_facts(self, exclude_frozen: bool) -> JsonValue:
+        """What rank 0 does not know of a later stage of the pipeline; None on ranks that have nothing to add."""
+        mesh = self._parts.mesh
+        if mesh.axis("pipe").rank == 0 or mesh.data_parallel.rank != 0:
+            return None
+        return facts_of_stage(self._state(exclude_frozen))
 
     def _own_scalars(self) -> list[JsonValue]:
         """Counters of the parameters that this rank holds a part of, slice by slice: the parameters, their counters."""
@@ -195,10 +215,15 @@ class SavingMembers:
 
     def _complete(self, state: JsonValue, shared: list[Any]) -> JsonValue:
         """On rank 0: compare the tags of all ranks, and put the optimizer's scalars of all into the encoded state."""
-        compare_tags([tag for tag, _ in shared], self._config.checkpoint.tag_validation)
+        compare_tags([tag for tag, *_ in shared], self._config.checkpoint.tag_validation)
         completed = cast("dict[str, Any]", state)
+        for *_, facts in shared:
+            if facts is not None:
+                add_facts(completed, facts)
         if self._shares_scalars():
-            of_slices = [(of_slice, decode_client_state(plain, _no_tensor)) for _, own in shared for of_slice, plain in own]
+            of_slices = [
+                (of_slice, decode_client_state(plain, _no_tensor)) for _, own, _ in shared for of_slice, plain in own
+            ]
             completed["optimizer"]["scalars"] = encode_client_state(join_scalars(of_slices))[0]
         return completed
 
