@@ -161,7 +161,7 @@ class _OnDisk:
         """
         self.advance()
         if self._staging is not None:
-            return self._place.lane.back(self._values_in(self._staging), self._device).wait()
+            return self._copied_back(self._staging)
         self.bring()
         assert self._coming is not None  # READING has them
         assert self._request is not None
@@ -171,9 +171,14 @@ class _OnDisk:
         self.state = DiskState.ON_DISK
         if not self._is_apart:
             return self._values_in(memory)
-        arrival: Arrival = self._place.lane.back(self._values_in(memory), self._device)
-        arrival.event.synchronize()  # the next read into this buffer is no work of the lane
+        values = self._copied_back(memory)
         self._place.staging.give_back(memory)
+        return values
+
+    def _copied_back(self, memory: Tensor) -> Tensor:
+        """The values of a host buffer, which may be read into after the call: that is no work of the lane."""
+        arrival: Arrival = self._place.lane.back(self._values_in(memory), self._device)
+        arrival.event.synchronize()
         return arrival.wait()
 
     def _values_in(self, memory: Tensor) -> Tensor:
@@ -197,4 +202,6 @@ class _OnDisk:
         if state is DiskState.WRITING and self._request is not None and self._staging is not None:
             self._place.abandon(self._request, self._begin, self._staging)
         elif state is not None:
+            if state is DiskState.COPYING:
+                self._copied.synchronize()  # before others write or read the buffer
             self._place.free(self._begin, self._staging, self._file_nbytes)

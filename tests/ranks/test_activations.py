@@ -132,6 +132,23 @@ def test_inputs_are_kept_in_shards_and_gradients_are_those_of_a_plain_call(world
         assert 0 <= kept_nbytes - activation_needs(segments, tensor_ranks=world_size).kept_nbytes < 8 * LAYERS  # padding
 
 
+def _differing(rank: int, world_size: int) -> str:
+    checkpointing.configure(Mpu(), partition_activations=True)
+    x = torch.full((4, 4), float(rank), requires_grad=True) * 1
+    try:
+        for _ in range(2):
+            x = checkpointing.checkpoint(torch.exp, x)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_inputs_that_differ_between_ranks_are_refused_on_all_of_them() -> None:
+    for text in run_ranks(_differing, 2):
+        assert "16 elements of torch.float32, differs between the tensor-parallel ranks [0, 1]" in text
+        assert "Leave partition_activations out" in text
+
+
 def _in_buffers(rank: int, world_size: int) -> tuple[bool, int]:
     return _partitioned(rank, world_size, "checkpoint", contiguous_checkpointing=True, num_checkpoints=LAYERS - 1)
 
