@@ -13,14 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
-__all__ = ["Recomputation", "Stretch", "default_checkpoint"]
+__all__ = ["Recomputation", "Stretch"]
 
 Call = Callable[[Any], Any]
-
-default_checkpoint: Callable[..., Any] = functools.partial(checkpoint, use_reentrant=False)
-"""Recomputes in backward; gradients reach parameters even where no input needs one, as in a stage that gets token ids."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +26,7 @@ class Recomputation:
     interval: int
     """Layers per piece; 0 recomputes nothing."""
     run: Callable[..., Any]
-    """Called as `run(function, *inputs)`, like `torch.utils.checkpoint.checkpoint`."""
+    """Called as `run(function, *inputs)`, like `deepspeed.checkpointing.checkpoint`."""
     is_worthwhile: Callable[[Sequence[Call]], bool]
     """Whether to recompute a piece made of these layers."""
 

@@ -22,8 +22,9 @@ from torch import nn
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.seeds import set_random_seed
+from deepspeed.activations.checkpointing import checkpoint
 from deepspeed.errors import PipelineError
-from deepspeed.pipe.forward import Recomputation, Stretch, default_checkpoint
+from deepspeed.pipe.forward import Recomputation, Stretch
 from deepspeed.pipe.grid import PipelineParallelGrid, mesh_of
 from deepspeed.pipe.partition import matching_weights, partition_balanced, partition_uniform
 from deepspeed.pipe.specs import BoundForward, Layer, LayerSpec, TiedLayerSpec, layer_name
@@ -54,7 +55,7 @@ class PipelineModule(nn.Module):
             whose class name the expression is found in, in either case), `"profile"` (equal forward times, measured on
             `profile_input`), or a list with the weight of each layer.
         activation_checkpoint_interval: layers per piece whose activations are computed again in backward; 0 keeps them all.
-        activation_checkpoint_func: how, called as `func(function, *inputs)`; None recomputes with torch, without reentrance.
+        activation_checkpoint_func: how, called as `func(function, *inputs)`; as `activation_checkpointing` configures it.
         checkpointable_layers: class names; only pieces made of these alone are recomputed. None: all that have parameters.
         dynamic_shape: activations may change shape with their values, so every one is described when it is sent.
         num_chunks: parts of the model per stage, for the schedule `interleaved`.
@@ -85,7 +86,7 @@ class PipelineModule(nn.Module):
         base_seed: int = 1234,
         partition_method: str | Sequence[float] = "parameters",
         activation_checkpoint_interval: int = 0,
-        activation_checkpoint_func: Callable[..., Any] | None = None,
+        activation_checkpoint_func: Callable[..., Any] = checkpoint,
         checkpointable_layers: Sequence[str] | None = None,
         dynamic_shape: bool = False,
         *,
@@ -97,7 +98,7 @@ class PipelineModule(nn.Module):
         self.seed_layers, self.seed_fn, self.base_seed = seed_layers, seed_fn, base_seed
         self.dynamic_shape = dynamic_shape
         self.activation_checkpoint_interval = activation_checkpoint_interval
-        self.activation_checkpoint_func = activation_checkpoint_func or default_checkpoint
+        self.activation_checkpoint_func = activation_checkpoint_func
         self.checkpointable_layers = checkpointable_layers
 
         layout = _topology(num_stages, topology)

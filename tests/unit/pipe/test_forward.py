@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.pipe.forward import Recomputation, Stretch, default_checkpoint
+from deepspeed.activations.checkpointing import checkpoint
+from deepspeed.pipe.forward import Recomputation, Stretch
 
 
 def _always(calls: Sequence[Callable[[Any], Any]]) -> bool:
     return True
 
 
-KEEP = Recomputation(0, default_checkpoint, _always)
+KEEP = Recomputation(0, checkpoint, _always)
 
 
 def test_a_layer_gets_what_the_one_before_gave_as_its_single_argument() -> None:
@@ -35,7 +36,7 @@ def test_a_recomputed_piece_sees_the_seeds_of_its_own_micro_batch() -> None:
     seeds: list[int] = []
     linear = nn.Linear(1, 1)
     stretch = Stretch([linear], first=0, seed=seeds.append, base_seed=10)
-    recomputing = Recomputation(1, default_checkpoint, _always)
+    recomputing = Recomputation(1, checkpoint, _always)
     first, second = (stretch(torch.ones(1), recomputing) for _ in range(2))
     assert seeds == [10, 20]
     first.backward()
@@ -69,7 +70,7 @@ def test_pieces_of_the_interval_are_recomputed_where_it_is_worthwhile() -> None:
 def test_a_tuple_of_one_stays_a_tuple() -> None:
     stretch = Stretch([lambda x: (x,), lambda pair: pair[0].sum()], 0, None, 0)
     whole = torch.ones(2, requires_grad=True)
-    assert stretch(whole, Recomputation(1, default_checkpoint, _always)).item() == 2
+    assert stretch(whole, Recomputation(1, checkpoint, _always)).item() == 2
 
 
 def test_nothing_is_recomputed_where_no_gradient_is_wanted() -> None:
