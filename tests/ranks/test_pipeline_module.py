@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.topology.grid import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 from tests.support.ranks import run_ranks
 
+GUIDE = Path(__file__).parents[2] / "docs/guide/pipeline.md"
 VOCABULARY, WIDTH = 11, 6
 
 
@@ -315,3 +318,20 @@ def _starts_by_itself(rank: int, world_size: int) -> int:
 
 def test_the_process_group_is_started_where_there_is_none() -> None:
     assert run_ranks(_starts_by_itself, 2, init=False) == [0, 1]
+
+
+def _guide_listing(rank: int, world_size: int) -> tuple[list[int], list[str]]:
+    (listing,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(listing, names)
+    net: PipelineModule = names["net"]
+    assert not net(torch.ones(2, 3, dtype=torch.long) if rank == 0 else torch.ones(2, 3, 64)).isnan().any()
+    return net.partitions(), list(net.state_dict())
+
+
+def test_the_listing_of_the_guide_makes_the_model_that_it_describes() -> None:
+    (parts, first), (also, last) = run_ranks(_guide_listing, 2)
+    assert parts == also
+    assert "3.linear1.weight" in first
+    assert "tied_modules.embed.words.weight" in first
+    assert "tied_modules.embed.words.weight" in last
