@@ -61,6 +61,8 @@ class _Current:
 
     settings: Settings = field(default_factory=Settings)
     is_configured: bool = False
+    has_mpu: bool = False
+    """The tensor-parallel ranks are those of an object that `configure` was given; else those of the latest engine."""
     checkpointer: Checkpointer | None = None
     """Made when it is first used after a change."""
 
@@ -158,6 +160,7 @@ def configure(
     settings = _current.settings
     if mpu_ is not None:
         settings = replace(settings, axis=tensor_axis_of(mpu_))
+        _current.has_mpu = True
     if deepspeed_config is not None:
         settings = _of_config(settings, _parsed(deepspeed_config, mpu_, settings.axis.size))
     settings = settings.with_keys(
@@ -175,9 +178,11 @@ def configure(
 
 
 def adopt(config: DeepSpeedConfig, axis: AxisGroup) -> None:
-    """Take over an engine's config and tensor-parallel ranks, unless `configure` was called (`deepspeed.initialize`)."""
+    """Take over what `configure` has not said: an engine's tensor-parallel ranks, and its block. Called by `initialize`."""
+    settings = _current.settings if _current.has_mpu else replace(_current.settings, axis=axis)
     if not _current.is_configured and config.is_given("activation_checkpointing"):
-        _current.change(_of_config(replace(_current.settings, axis=axis), config))
+        settings = _of_config(settings, config)
+    _current.change(settings)
 
 
 def is_configured() -> bool:
@@ -204,7 +209,7 @@ def forget() -> None:
     """Be as if this module had just been loaded, random streams included."""
     tracker.reset()
     _current.change(Settings())
-    _current.is_configured = False
+    _current.is_configured = _current.has_mpu = False
 
 
 def _parsed(config: Any, mpu: Any, tensor_ranks: int) -> DeepSpeedConfig:

@@ -15,8 +15,10 @@ from torch.utils.checkpoint import CheckpointError
 
 import deepspeed
 from deepspeed import checkpointing
+from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import ArgumentError, ConfigError
 from deepspeed.offload import placement
+from deepspeed.topology.mesh import AxisGroup
 
 FORMS = {"default": checkpointing.checkpoint, "re-entrant": checkpointing.reentrant_checkpoint}
 Form = Callable[..., Any]
@@ -284,6 +286,60 @@ def test_an_engine_brings_its_block_unless_configure_was_called(tmp_path: Path) 
     assert not checkpointing._current.settings.block.synchronize_checkpoint_boundary
 
 
+def test_an_engine_brings_its_tensor_parallel_ranks_unless_an_mpu_did() -> None:
+    def axis_after_initialize(ranks: tuple[int, ...]) -> tuple[int, ...]:
+        checkpointing.adopt(DeepSpeedConfig({"train_batch_size": 1}), AxisGroup(ranks, ranks[0]))
+        return checkpointing._current.settings.axis.ranks
+
+    checkpointing.configure(None, partition_activations=True)
+    assert axis_after_initialize((4, 5)) == (4, 5)
+    checkpointing.configure(None, profile=False)
+    assert checkpointing._current.settings.axis.ranks == (4, 5)
+    checkpointing.configure(object())
+    assert axis_after_initialize((4, 5)) == (0,)
+
+
+def test_hooks_around_it_get_what_stays(form: Form, tmp_path: Path) -> None:
+    checkpointing.configure(None, _block(offload={"device": "nvme", "nvme_path": str(tmp_path), "min_numel": 100}))
+    packed: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor.numel())
+        return tensor.clone()
+
+    x, small = torch.rand(200, requires_grad=True), torch.rand(50, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = form(lambda x, small: (x.view(4, 50) * small).exp(), x.exp() * 1, small * 1)
+    y.sum().backward()
+    assert sorted(packed) == [50, 200]  # the small input, and what exp saves outside of the part
+    assert torch.allclose(x.grad, torch.autograd.grad((x.exp().view(4, 50) * small).exp().sum(), x)[0])
+
+
+@pytest.mark.parametrize("device", ["none", "nvme"])
+def test_micro_batches_may_be_in_flight_at_once_and_have_other_lengths(device: str, tmp_path: Path) -> None:
+    """The order of a pipeline's first stage: F0 F1 B0 F2 B1 F3 B2 B3."""
+    path = str(tmp_path) if device == "nvme" else None
+    checkpointing.configure(None, _block(offload={"device": device, "nvme_path": path, "min_numel": 1}))
+    order = [("F", 0), ("F", 1), ("B", 0), ("F", 2), ("B", 1), ("F", 3), ("B", 2), ("B", 3)]
+
+    def gradients(run: Form) -> list[Tensor]:
+        torch.manual_seed(0)
+        layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        inputs = [torch.rand(3 + 2 * number, 8, requires_grad=True) for number in range(4)]
+        losses: dict[int, Tensor] = {}
+        for what, number in order:
+            if what == "B":
+                losses.pop(number).backward()
+                continue
+            x = inputs[number] * 1
+            for layer in layers:
+                x = run(lambda x, layer=layer: layer(x).tanh(), x)
+            losses[number] = x.sum()
+        return [tensor.grad for tensor in (*inputs, *layers.parameters()) if tensor.grad is not None]
+
+    assert all(torch.equal(a, b) for a, b in zip(gradients(_plain), gradients(checkpointing.checkpoint), strict=True))
+
+
 # -- every place, the same numbers ----------------------------------------------------------------------------------------
 
 
@@ -310,6 +366,14 @@ def test_nvme_gives_the_same_numbers(form: Form, is_apart: bool, tmp_path: Path,
         _assert_as_plain(form)
     checkpointing.forget()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("host_is_apart")
+def test_contiguous_buffers_on_the_host_give_the_same_numbers() -> None:
+    checkpointing.configure(None, _block(offload={"device": "cpu", "min_numel": 1}))
+    checkpointing.configure(None, partition_activations=True, contiguous_checkpointing=True, num_checkpoints=3)
+    for _ in range(2):
+        _assert_as_plain()
 
 
 def test_contiguous_buffers_give_the_same_numbers_and_grow_with_a_warning(
