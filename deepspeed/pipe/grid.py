@@ -48,6 +48,11 @@ class PipelineParallelGrid:
         topology: how the ranks are laid out; None makes one stage of all.
         process_group: accepted when it has all ranks of the world, like None.
         mesh: one that exists already; None makes it, which every rank of the world must do.
+
+    Attributes:
+        mesh: all ranks on named axes.
+        is_first_stage, is_last_stage: whether this rank's stage is.
+        model_parallel_size: ranks that share matrices, as `slice_parallel_size`: a name older than the groups of `model`.
     """
 
     def __init__(
@@ -67,26 +72,11 @@ class PipelineParallelGrid:
         self._pipe, self._slice = self.mesh.axis("pipe"), self.mesh.axis("tensor")
         self._data = self.mesh.data_parallel
         self._model = _model_group(self.mesh)
-
-    @property
-    def pipe_parallel_size(self) -> int:
-        """Number of stages."""
-        return self._pipe.size
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Number of copies of the model."""
-        return self._data.size
-
-    @property
-    def model_parallel_size(self) -> int:
-        """Number of ranks that share matrices, under the name that it has always had here."""
-        return self._slice.size
-
-    @property
-    def slice_parallel_size(self) -> int:
-        """Number of ranks that share matrices."""
-        return self._slice.size
+        self.world_size = self.mesh.world_size
+        self.stage_id, self.data_parallel_id = self._pipe.rank, self._data.rank
+        self.is_first_stage, self.is_last_stage = self._pipe.rank == 0, self._pipe.rank == self._pipe.size - 1
+        self.pipe_parallel_size, self.data_parallel_size = self._pipe.size, self._data.size
+        self.slice_parallel_size = self.model_parallel_size = self._slice.size
 
     def topology(self) -> ProcessTopology:
         """Return the layout of the ranks."""
@@ -108,14 +98,6 @@ class PipelineParallelGrid:
         """Return the rank of another stage with this rank's other coordinates, or those given (`data=0`, `model=1`)."""
         mine = self._topo.get_coord(self.global_rank)._asdict()
         return self._topo.get_rank(**{**mine, **coordinates, "pipe": stage_id})
-
-    def is_stage_first(self) -> bool:
-        """Whether this rank's stage is the first."""
-        return self._pipe.rank == 0
-
-    def is_stage_last(self) -> bool:
-        """Whether this rank's stage is the last."""
-        return self._pipe.rank == self._pipe.size - 1
 
     # -- ranks along the axes, in the words of Megatron ---------------------------------------------------------------
 

@@ -11,10 +11,10 @@ Lives here: `PipelineModule`. Does not live here: the cut (`partition`, `weights
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -32,7 +32,17 @@ from deepspeed.pipe.ties import first_specs, join_ties, require_no_hidden_ties, 
 from deepspeed.pipe.weights import count_parameters, measure_seconds
 from deepspeed.topology.grid import PipeDataParallelTopology, ProcessTopology
 
-__all__ = ["PipelineModule"]
+__all__ = ["PipelineModule", "StateFiles"]
+
+
+class StateFiles(Protocol):
+    """What writes and reads a state dict in one file, as `deepspeed.runtime.checkpoint_engine` does."""
+
+    def save(self, state_dict: dict[str, Any], path: str) -> Any:
+        """Write it."""
+
+    def load(self, path: str, map_location: str) -> Any:
+        """Read it."""
 
 
 class PipelineModule(nn.Module):
@@ -127,7 +137,7 @@ class PipelineModule(nn.Module):
     def _keep_loss(self, loss_fn: Callable[..., Any] | None) -> None:
         """Register a loss that is a module on the last stage alone: no other moves, trains or saves it."""
         self.loss_fn: Callable[..., Any] | None
-        if self._grid.is_stage_last():
+        if self._grid.is_last_stage:
             self.loss_fn = loss_fn
         else:
             object.__setattr__(self, "loss_fn", loss_fn)
@@ -258,7 +268,7 @@ class PipelineModule(nn.Module):
                     param.grad = torch.zeros_like(param)
                 comm.all_reduce(param.grad, group=group)
 
-    # -- names of files that the original writes ------------------------------------------------------------------------
+    # -- a file per layer, as the original writes them; the engine's checkpoints are others -------------------------------
 
     def ckpt_prefix(self, checkpoints_path: str | Path, tag: str) -> str:
         """Return how the names of all files of this rank's stage begin."""
@@ -268,14 +278,53 @@ class PipelineModule(nn.Module):
 
     def ckpt_layer_path(self, ckpt_dir: str | Path, local_layer_idx: int) -> str:
         """Return the file of one of this stage's layers, counted within the stage."""
-        index = [index for chunk in range(self.num_chunks) for index in self._layers_of(chunk)][local_layer_idx]
         place = self.topology().get_rank_repr(self.mesh.rank)
-        return str(Path(ckpt_dir) / f"layer_{index:02d}{'-' if place else ''}{place}-model_states.pt")
+        return str(Path(ckpt_dir) / f"layer_{self._global_index(local_layer_idx):02d}{place and '-'}{place}-model_states.pt")
 
     def ckpt_layer_path_list(self, ckpt_dir: str | Path, local_layer_idx: int) -> list[str]:
         """Return the files of one of this stage's layers that exist, of all ranks that share its matrices."""
-        index = [index for chunk in range(self.num_chunks) for index in self._layers_of(chunk)][local_layer_idx]
-        return sorted(str(path) for path in Path(ckpt_dir).glob(f"layer_{index:02d}-*model_states.pt"))
+        pattern = f"layer_{self._global_index(local_layer_idx):02d}-*model_states.pt"
+        return sorted(str(path) for path in Path(ckpt_dir).glob(pattern))
+
+    def save_state_dict(
+        self, save_dir: str | Path, checkpoint_engine: StateFiles, exclude_frozen_params: bool = False
+    ) -> None:
+        """Write the weights, a file per layer; a tied module goes with its first layer. Every rank must call it.
+
+        Args:
+            save_dir: made where it is not there; all ranks see the files when this returns.
+            checkpoint_engine: what writes a file, for example the engine's `checkpoint_engine`.
+            exclude_frozen_params: leave out parameters that take no gradient.
+        """
+        Path(save_dir).mkdir(parents=True, exist_ok=True)
+        for path, module in self._files(save_dir) if self.mesh.data_parallel.rank == 0 else ():
+            frozen = {name for name, param in module.named_parameters() if exclude_frozen_params and not param.requires_grad}
+            checkpoint_engine.save({name: value for name, value in module.state_dict().items() if name not in frozen}, path)
+        comm.barrier()
+
+    def load_state_dir(self, load_dir: str | Path, checkpoint_engine: StateFiles, strict: bool = True) -> None:
+        """Read what `save_state_dict` wrote at any number of stages, here or in the original. Every rank must call it.
+
+        Args:
+            load_dir: the folder.
+            checkpoint_engine: what reads a file.
+            strict: refuse files that have other names than the layer.
+        """
+        for path, module in self._files(load_dir):
+            module.load_state_dict(checkpoint_engine.load(path, map_location="cpu"), strict=strict)
+        share_first_values(self.tie_groups, dict(self.tied_modules.items()))
+
+    def _files(self, folder: str | Path) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the file of each of this stage's modules; copies of tied ones belong to another stage."""
+        seen = {self.tied_modules[tie.key] for tie in self.tie_groups if tie.axis is not None and not tie.is_owner}
+        for local_index, func in enumerate(self.forward_funcs):
+            module = func.module if isinstance(func, BoundForward) else func
+            if isinstance(module, nn.Module) and module not in seen:
+                seen.add(module)
+                yield self.ckpt_layer_path(folder, local_index), module
+
+    def _global_index(self, local_index: int) -> int:
+        return [index for chunk in range(self.num_chunks) for index in self._layers_of(chunk)][local_index]
 
 
 def _topology(num_stages: int | None, topology: ProcessTopology | None) -> ProcessTopology:

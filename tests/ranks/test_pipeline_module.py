@@ -15,6 +15,7 @@ from deepspeed import comm
 from deepspeed.accelerator.seeds import set_random_seed
 from deepspeed.errors import PipelineError
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.topology.grid import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 from tests.support.ranks import run_ranks
 
@@ -199,7 +200,7 @@ def _places(rank: int, world_size: int) -> dict[str, Any]:
         there, size, group = (getattr(grid, f"get_{axis}_parallel_{what}")() for what in ("rank", "world_size", "group"))
         assert (comm.get_rank(group), comm.get_world_size(group)) == (there, size)
         found[axis] = comm.get_all_ranks_from_group(group)
-    found["stage"] = grid.get_stage_id(), grid.is_stage_first(), grid.is_stage_last(), grid.get_data_parallel_id()
+    found["stage"] = grid.get_stage_id(), grid.is_first_stage, grid.is_last_stage, grid.get_data_parallel_id()
     found["other"] = grid.stage_to_global(1 - grid.get_stage_id()), grid.stage_to_global(1, model=0)
     found["names"] = sorted(net.state_dict()), net.partitions(), net.stage_owner(2), net.num_pipeline_stages()
     found["files"] = net.ckpt_prefix("saves", "step1"), net.ckpt_layer_path("saves", 1)
@@ -318,6 +319,57 @@ def _starts_by_itself(rank: int, world_size: int) -> int:
 
 def test_the_process_group_is_started_where_there_is_none() -> None:
     assert run_ranks(_starts_by_itself, 2, init=False) == [0, 1]
+
+
+def _files(rank: int, world_size: int, folder: str, num_stages: int, num_chunks: int, saves: bool) -> Any:
+    set_random_seed(5 if saves else 6)
+    net = PipelineModule(
+        _layers(), num_stages=num_stages, num_chunks=num_chunks, partition_method="uniform", seed_layers=saves
+    )
+    files = TorchCheckpointEngine()
+    if not saves:
+        net.load_state_dir(folder, files)
+    elif rank < world_size // num_stages:  # layers of the first stage are partly frozen
+        net.get_submodule("1.linear").weight.requires_grad_(False)
+    if saves:
+        net.save_state_dict(folder, files, exclude_frozen_params=False)
+        net.save_state_dict(f"{folder}/trained", files, exclude_frozen_params=True)
+    return net.state_dict(), [Path(path).name for at in range(2) for path in net.ckpt_layer_path_list(folder, at)]
+
+
+def test_layers_written_at_one_cut_are_read_at_another(tmp_path: Path) -> None:
+    written = run_ranks(_files, 2, str(tmp_path), 2, 1, True)
+    assert sorted(path.name for path in tmp_path.glob("*.pt")) == [f"layer_{at:02d}-model_states.pt" for at in range(6)]
+    assert [names for _, names in written] == [
+        ["layer_00-model_states.pt", "layer_01-model_states.pt"],
+        ["layer_04-model_states.pt", "layer_05-model_states.pt"],
+    ]
+    wanted = {name: value for values, _ in written for name, value in values.items()}
+    for world_size, num_stages, num_chunks in ((1, 1, 1), (2, 2, 4), (3, 3, 1)):
+        for values, _ in run_ranks(_files, world_size, str(tmp_path), num_stages, num_chunks, False):
+            for name, value in values.items():
+                torch.testing.assert_close(value, wanted[name], rtol=0, atol=0)
+    trained = TorchCheckpointEngine().load(tmp_path / "trained" / "layer_01-model_states.pt")
+    assert list(trained) == ["linear.bias"]
+
+
+def _settings(rank: int, world_size: int) -> None:
+    net = PipelineModule(_layers(), num_stages=1, checkpointable_layers=["Block"])
+    net.set_checkpoint_interval(2)
+    assert net.activation_checkpoint_interval == 2
+    assert net.get_additional_losses() is None
+    assert net._is_checkpointable(net.forward_funcs[1:3])
+    assert not net._is_checkpointable(net.forward_funcs[0:2])
+    compiled: list[Any] = []
+    net.eval()
+    plain = net(_tokens())
+    net.compile(backend=lambda graph, inputs: compiled.append(graph) or graph.forward)
+    torch.testing.assert_close(net(_tokens()), plain)
+    assert compiled
+
+
+def test_settings_can_be_changed_after_construction() -> None:
+    run_ranks(_settings, 1)
 
 
 def _guide_listing(rank: int, world_size: int) -> tuple[list[int], list[str]]:
