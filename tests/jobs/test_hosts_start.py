@@ -121,6 +121,17 @@ def test_the_hosts_of_a_filter_run_in_the_order_of_the_hostfile_with_unequal_slo
 
 
 @pytest.mark.parametrize("back_end", ["pdsh", "openmpi", "mpich", "impi"])
+def test_hosts_may_be_known_by_other_names_than_they_give_themselves(
+    trio: Hosts, tmp_path: Path, back_end: str, environment: dict[str, str]
+) -> None:
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("".join(f"{trio[number].address} slots=1\n" for number in (2, 1)))
+    status, output = run_on_hosts(trio, tmp_path, ["-H", str(hostfile), "--launcher", back_end, "tell.py"], environment)
+    assert status == 0, output
+    assert [each["host"] for each in _read(tmp_path, 2)] == ["node2", "node1"]
+
+
+@pytest.mark.parametrize("back_end", ["pdsh", "openmpi", "mpich", "impi"])
 def test_one_host_can_be_reached_through_a_back_end_and_another_port(
     trio: Hosts, tmp_path: Path, back_end: str, environment: dict[str, str]
 ) -> None:

@@ -108,6 +108,7 @@ def test_a_command_that_is_stopped_for_longer_than_a_host_may_be_silent_goes_on(
         command.send_signal(signal.SIGINT)
         assert job.wait() == 130, job.output
         _assert_gone(cluster, job, since)
+        assert job.output.count("KeyboardInterrupt") == 3, "ranks get the signal that the command got"
 
 
 @pytest.mark.parametrize("end", ["rank", "command"])

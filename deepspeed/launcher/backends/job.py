@@ -61,6 +61,10 @@ class Job:
     interfaces: frozenset[str] = frozenset()
     """Names of this machine's network interfaces."""
     is_root: bool = False
+    own_names: frozenset[str] = frozenset()
+    """Names in `hosts` that mean the machine of the command; told to a back end that must know."""
+    own_name: str = ""
+    """What that machine calls itself."""
 
     @property
     def world_size(self) -> int:

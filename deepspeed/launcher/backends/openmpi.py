@@ -3,6 +3,9 @@
 [Note: order] Given hosts with slots, its mapper begins with the machine that mpirun runs on, wherever the hostfile names it.
 A file with one line per rank and `--map-by seq` keep the order of ranks that was asked for, with any number on each host.
 
+[Note: own name] That mapper compares names, and mpirun knows its own machine by one alone: what that calls itself. In a
+hostfile that calls it otherwise (an address, a name of another network) it would be "a node that is not in your allocation".
+
 [Note: binding] It would bind each rank to a core or a socket. Our launcher binds, where it is asked to.
 """
 
@@ -28,7 +31,8 @@ class OpenMPI:
     def command(self, job: Job, program: str) -> Command:
         """See `BackEnd`."""
         hostfile = job.scratch / "hostfile"
-        lines = "".join(f"{host}\n" for host, slots in job.hosts.items() for _ in slots)
+        names = {host: job.own_name if host in job.own_names else host for host in job.hosts}
+        lines = "".join(f"{names[host]}\n" for host, slots in job.hosts.items() for _ in slots)
         # The documented pair keeps MPI off interfaces that other hosts do not reach. A name that is not there is an error.
         is_tcp_chosen = "btl_tcp_if_include" in job.launcher_args or "eth0" not in job.interfaces
         argv = [

@@ -78,6 +78,11 @@ def test_open_mpi_keeps_the_order_of_ranks_and_takes_values_from_its_environment
     assert command.environ == {"UCX_TLS": "tcp", **JOB.exports}
 
 
+def test_open_mpi_is_told_its_own_machine_by_the_name_that_it_knows() -> None:
+    job = dataclasses.replace(JOB, own_names=frozenset({"worker-0"}), own_name="login")
+    assert _command("openmpi", job).files == {Path("/scratch/hostfile"): "login\nlogin\nworker-1\nworker-1\n"}
+
+
 def test_open_mpi_leaves_to_the_user_what_the_user_decides() -> None:
     words = ("--mca", "btl_tcp_if_include", "ib0", "--bind-to", "core")
     job = dataclasses.replace(
