@@ -152,9 +152,14 @@ class Keeper:
         return row
 
     def keep(self, tensor: Tensor, row: Row) -> Kept | None:
-        """Take charge of an input of the segment of `row`; None: it stays where it is ([Note: what stays])."""
+        """Take charge of an input of the segment of `row`; None: it stays where it is ([Note: what stays]).
+
+        Raises:
+            UsageError: it is to be kept in shards, and tensor-parallel ranks have different values; on all of them.
+        """
         if not self._moves(tensor):
             return None
+        self._shards.compare(tensor)
         known = self._here.get(id(tensor))
         if known is not None and known.is_of(tensor):
             known.is_shared = known.is_shared or known.row is not row

@@ -40,17 +40,21 @@ class TensorShards:
         """Whether this tensor is kept in shards: floating-point values, enough for a part on most ranks."""
         return self._axis.size > 1 and tensor.is_floating_point() and tensor.numel() >= self._axis.size
 
-    def own(self, flat_F: Tensor) -> Tensor:
-        """This rank's shard of `flat_F`, ceil(F / ranks) elements; a view, but for last ranks, whose shards are padded.
+    def compare(self, tensor: Tensor) -> None:
+        """Look whether all ranks of the axis have these values, as long as not many were compared. Collective.
 
-        All ranks of the axis call it, in the same order.
+        Called when an input is saved, which happens in the order of the model on all ranks; what leaves then may depend on
+        when a dropped graph is collected.
 
         Raises:
             UsageError: on all ranks, when values differ between them.
         """
-        if self._left_to_compare > 0:
+        if self._left_to_compare > 0 and self.cuts(tensor):
             self._left_to_compare -= 1
-            self._check_equal(flat_F)
+            self._check_equal(tensor.detach())
+
+    def own(self, flat_F: Tensor) -> Tensor:
+        """This rank's shard of `flat_F`, ceil(F / ranks) elements; a view, but for last ranks, whose shards are padded."""
         shard_numel = -(-flat_F.numel() // self._axis.size)
         begin = min(self._axis.rank * shard_numel, flat_F.numel())
         shard_S = flat_F[begin : begin + shard_numel]
@@ -64,15 +68,15 @@ class TensorShards:
             comm.all_gather_into_tensor(gathered, shard_S, group=self._axis.group)
         return gathered[:numel]
 
-    def _check_equal(self, flat_F: Tensor) -> None:
-        bits = flat_F.view(_INTEGER_OF_SIZE[flat_F.itemsize]).sum(dtype=torch.int64)
+    def _check_equal(self, tensor: Tensor) -> None:
+        bits = tensor.view(_INTEGER_OF_SIZE[tensor.itemsize]).sum(dtype=torch.int64)
         extremes = torch.stack([bits, ~bits])  # the largest of ~bits is that of the smallest of bits
         with naming("comparison of activations (partition_activations)"):
             comm.all_reduce(extremes, comm.ReduceOp.MAX, group=self._axis.group)
         largest, smallest = int(extremes[0]), ~int(extremes[1])
         if largest != smallest:
             raise UsageError(
-                f"partition_activations: an input of a checkpointed part, {flat_F.numel()} elements of {flat_F.dtype}, "
+                f"partition_activations: an input of a checkpointed part, {tensor.numel()} elements of {tensor.dtype}, "
                 f"differs between the tensor-parallel ranks {list(self._axis.ranks)}, so that none of them may stand for "
                 "the others. Leave partition_activations out where ranks see different values (sequence parallelism, or "
                 "dropout that differs), or give configure() an mpu whose tensor-parallel ranks hold the same ones."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,7 @@ class Mpu:
 
 ROWS, WIDTH, LAYERS = 5, 7, 4  # 35 elements divide over neither 2 nor 3 ranks
 INPUT = ROWS * WIDTH * 8
+COMPARISON = 2 * 8  # the numbers of the last comparison between ranks, which gloo may hold a moment longer
 
 
 def _layers() -> nn.ModuleList:
@@ -128,8 +130,9 @@ def test_inputs_are_kept_in_shards_and_gradients_are_those_of_a_plain_call(world
     shard_nbytes = -(-ROWS * WIDTH // world_size) * 8
     for is_equal, kept_nbytes in run_ranks(_partitioned, world_size, form):
         assert is_equal
-        assert kept_nbytes == (LAYERS - 1) * shard_nbytes + INPUT
-        assert 0 <= kept_nbytes - activation_needs(segments, tensor_ranks=world_size).kept_nbytes < 8 * LAYERS  # padding
+        assert 0 <= kept_nbytes - (LAYERS - 1) * shard_nbytes - INPUT <= COMPARISON
+        padding = activation_needs(segments, tensor_ranks=world_size).kept_nbytes - (LAYERS - 1) * shard_nbytes - INPUT
+        assert -8 * LAYERS < padding <= 0
 
 
 def _differing(rank: int, world_size: int) -> str:
@@ -156,7 +159,8 @@ def _in_buffers(rank: int, world_size: int) -> tuple[bool, int]:
 def test_contiguous_buffers_hold_the_shards() -> None:
     for is_equal, kept_nbytes in run_ranks(_in_buffers, 2):
         assert is_equal
-        assert kept_nbytes == (LAYERS - 1) * 192 + INPUT  # slots of 18 doubles, at whole lines of 64 bytes
+        in_slots = (LAYERS - 1) * 192  # of 18 doubles, at whole lines of 64 bytes
+        assert 0 <= kept_nbytes - in_slots - INPUT <= COMPARISON
 
 
 def _on_the_host(rank: int, world_size: int) -> tuple[bool, int]:
@@ -169,7 +173,7 @@ def _on_the_host(rank: int, world_size: int) -> tuple[bool, int]:
 def test_shards_go_to_the_host_with_cpu_checkpointing() -> None:
     for is_equal, kept_nbytes in run_ranks(_on_the_host, 2):
         assert is_equal
-        assert kept_nbytes == INPUT
+        assert 0 <= kept_nbytes - INPUT <= COMPARISON
 
 
 def _streams(rank: int, world_size: int) -> tuple[list[float], list[float], bool]:
@@ -232,3 +236,25 @@ def _save_and_resume(rank: int, world_size: int, folder: str) -> bool:
 
 def test_streams_go_on_from_a_checkpoint(tmp_path: Path) -> None:
     assert run_ranks(_save_and_resume, 2, str(tmp_path)) == [True, True]
+
+
+def _dropped_on_one_rank(rank: int, world_size: int) -> bool:
+    """A graph without backward that only rank 0 has kept in a cycle: what leaves differs, what is compared does not."""
+    checkpointing.configure(Mpu(), partition_activations=True)
+    gc.disable()
+    cycle: list[Any] = []
+    start = torch.ones(4, 4, requires_grad=True)
+    dropped = checkpointing.checkpoint(torch.exp, start * 1)
+    if rank == 0:
+        cycle.extend((dropped, cycle))
+    del dropped
+    x = start * 1
+    x = checkpointing.checkpoint(lambda x: x * x, x)
+    x = checkpointing.checkpoint(lambda x: x * x, x)
+    x.sum().backward()
+    gc.enable()
+    return bool((start.grad == 4).all())
+
+
+def test_a_graph_that_one_rank_has_not_collected_yet_disturbs_nobody() -> None:
+    assert run_ranks(_dropped_on_one_rank, 2) == [True, True]
