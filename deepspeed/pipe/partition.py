@@ -10,8 +10,9 @@ the caller). `deepspeed.runtime.utils` publishes the two functions.
 from __future__ import annotations
 
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from deepspeed.errors import ArgumentError, PipelineError
 
@@ -78,8 +79,20 @@ def _best_first_part(
 
 
 def _lightest_maximum(sums: Sequence[float], num_parts: int) -> float:
-    """Return the least weight that so many parts can keep; it is the weight of some range of items."""
-    candidates = sorted({stop - start for at, start in enumerate(sums) for stop in sums[at + 1 :]})
+    """Return the least weight that so many parts can keep.
+
+    It is the weight of some range of items, at least the mean part and the heaviest item, and at most both together: filling
+    parts up to the mean overshoots by less than an item. The margin is for sums of fractions.
+    """
+    mean, heaviest = sums[-1] / num_parts, max(later - earlier for earlier, later in pairwise(sums))
+    least, most = max(mean, heaviest) * (1 - 1e-9), (mean + heaviest) * (1 + 1e-9)
+    candidates = sorted(
+        {
+            stop - start
+            for at, start in enumerate(sums)
+            for stop in sums[max(at + 1, bisect_left(sums, start + least)) : bisect_right(sums, start + most)]
+        }
+    )
     low, high = 0, len(candidates) - 1
     while low < high:
         middle = (low + high) // 2

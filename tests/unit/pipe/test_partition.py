@@ -55,6 +55,18 @@ def test_no_other_cut_has_a_lighter_heaviest_or_then_a_heavier_lightest_part(wei
     assert judge(tuple(boundaries[1:-1])) == min(map(judge, every_cut))
 
 
+@given(weights=st.lists(st.floats(0, 10), min_size=1, max_size=7), parts=st.integers(1, 7))
+def test_fractions_are_cut_as_evenly_as_rounding_allows(weights: list[float], parts: int) -> None:
+    boundaries = partition_balanced(weights, parts)
+    parts = min(parts, len(weights))
+
+    def heaviest(cut: tuple[int, ...]) -> float:
+        return max(sum(weights[start:stop]) for start, stop in itertools.pairwise((0, *cut, len(weights))))
+
+    best = min(heaviest(cut) for cut in itertools.combinations(range(1, len(weights)), parts - 1))
+    assert heaviest(tuple(boundaries[1:-1])) <= best * (1 + 1e-9)
+
+
 def test_fractions_that_do_not_add_up_exactly_are_cut_as_well() -> None:
     assert partition_balanced([0.1] * 10, 5) == [0, 2, 4, 6, 8, 10]
     assert partition_balanced([0.1, 0.2, 0.3], 3) == [0, 1, 2, 3]
