@@ -149,8 +149,9 @@ class Watch:
         if meeting is None or thread is None:
             return
         self._wake.set()
-        thread.join(_JOIN_SECONDS)
-        if self._has_given_up:  # [Note: after a verdict]; the thread may be held by the store of a stopped rank
+        is_held = self._has_given_up and self._asking_since is not None  # by the store of a stopped rank, perhaps for ever
+        thread.join(0 if is_held else _JOIN_SECONDS)
+        if self._has_given_up:  # [Note: after a verdict]
             for group in self.ledger.blocking_groups():
                 _break(group, self.ledger.rank)
         store = self._store()
