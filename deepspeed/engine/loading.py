@@ -20,6 +20,7 @@ from deepspeed.checkpoint import CheckpointSource, open_checkpoint, resolve_tag
 from deepspeed.checkpoint.agreement import ranks_of, together
 from deepspeed.checkpoint.disk import names
 from deepspeed.checkpoint.disk.tags import hint_for
+from deepspeed.checkpoint.renamed import under_tied_names
 from deepspeed.checkpoint.save.node_load import open_on_nodes
 from deepspeed.checkpoint.save.tiers import choose_load_dir, load_places
 from deepspeed.checkpoint.source import OptimizerState
@@ -118,7 +119,7 @@ class LoadingMembers:
         """See that everything fits, then load. What can be refused is refused before any value changes."""
         pipe = self._parts.mesh.axis("pipe")
         model = names_of_model(self._own_shapes(), self._parts.partition.group_names, pipe)
-        source = source.with_members(model.members)
+        source = under_tied_names(source.with_members(model.members), self._parts.stage.tied_layers)
 
         def check() -> tuple[dict[str, str] | None, Callable[[], None] | None]:
             stored = None if custom_load_fn is not None else self._fitting(source, model, strict=strict)

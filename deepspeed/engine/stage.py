@@ -28,6 +28,9 @@ class Stage:
     tie_of: Mapping[int, str] = field(default_factory=dict)
     """id of each tied parameter -> key of its tie."""
 
+    tied_layers: Mapping[str, int] = field(default_factory=dict)
+    """Key of each tie of the whole model -> index of its first layer, by which the original may store it."""
+
     stored_elsewhere: frozenset[str] = frozenset()
     """Names of parameters and buffers that an earlier stage writes into checkpoints."""
 
@@ -48,7 +51,7 @@ class Stage:
             if tie.axis.rank > 0:
                 named = (*tied.named_parameters(), *tied.named_buffers())
                 elsewhere.update(f"tied_modules.{tie.key}.{name}" for name, _ in named)
-        return cls(axes, tie_of, frozenset(elsewhere))
+        return cls(axes, tie_of, module.tied_layers, frozenset(elsewhere))
 
 
 def norm_axis(mesh: ParallelMesh, shard_axis: AxisGroup) -> AxisGroup:

@@ -76,6 +76,7 @@ class PipelineModule(nn.Module):
         stage_id: this rank's stage.
         forward_funcs: what computes each of this stage's layers, in order.
         tied_modules: this stage's copies of tied modules by key.
+        tied_layers: key of each tie of the whole model -> index of its first layer.
         tie_groups: the ties over several stages, by key, the same on all ranks but for their groups.
         mesh: all ranks, with the axes `pipe`, `replica` and `tensor`.
         activation_checkpoint_interval: as given; the configuration's, where it is above 0, replaces it.
@@ -124,6 +125,7 @@ class PipelineModule(nn.Module):
         owners = [self.stage_owner(index) for index in range(len(layers))]
         require_no_hidden_ties(layers, owners)
         specs = first_specs(layers)
+        self.tied_layers = {key: next(at for at, layer in enumerate(layers) if layer is spec) for key, spec in specs.items()}
         self.tied_modules = nn.ModuleDict()
         self._stretches = [
             Stretch([self._add(at, layers[at], specs) for at in here], here.start, self._seed, base_seed)
