@@ -1,0 +1,283 @@
+"""Pipelines in situations of their own: the guide's listing, stages with nothing to train, loss scales, offload, loaders."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import deepspeed
+from deepspeed.errors import ArgumentError, CommError
+from tests.support.engines import config, masters, zero
+from tests.support.pipelines import Block, Head, Whole, layers, make_pipeline, own, token_batches, token_loss, train_pipeline
+from tests.support.ranks import run_ranks
+from tests.support.reference import FP64_ROUNDING, relative_difference, train_reference
+
+SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+
+
+# -- the guide's listing, 48 blocks ---------------------------------------------------------------------------------------
+
+
+class EmbeddingLayer(nn.Module):
+    def __init__(self, vocab: int, d_model: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(vocab, d_model)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        found: Tensor = self.table(tokens)
+        return found
+
+    def project_to_vocab(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.table.weight)
+
+
+class TransformerBlock(nn.Module):
+    def __init__(self, d_model: int, n_heads: int) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(d_model, n_heads, batch_first=True)
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(d_model), nn.Linear(d_model, 2 * d_model), nn.GELU(), nn.Linear(2 * d_model, d_model)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed, _ = self.attention(x, x, x, need_weights=False)
+        x = x + mixed
+        added: Tensor = x + self.mlp(x)
+        return added
+
+
+def cross_entropy_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+
+def _listing(rank: int, _world_size: int, folder: str) -> list[float]:
+    from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+
+    vocab, d_model, n_heads, total_steps = 13, 8, 2, 6
+    layers = (
+        [TiedLayerSpec("embed", EmbeddingLayer, vocab, d_model)]
+        + [LayerSpec(TransformerBlock, d_model, n_heads) for _ in range(48)]
+        + [
+            LayerSpec(nn.LayerNorm, d_model),
+            TiedLayerSpec("embed", EmbeddingLayer, vocab, d_model, forward_fn=lambda layer, x: layer.project_to_vocab(x)),
+        ]
+    )
+    net = PipelineModule(layers=layers, num_stages=4, loss_fn=cross_entropy_loss, partition_method="parameters")
+    engine, _, _, _ = deepspeed.initialize(
+        model=net, model_parameters=net.parameters(), config=str(Path(folder) / "ds_config.json")
+    )
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(vocab, (2, 7), generator=generator)
+    data_iter = iter([(tokens[:, :-1], tokens[:, 1:])] * total_steps * 4)
+    return [engine.train_batch(data_iter=data_iter).item() for _ in range(total_steps)]
+
+
+def test_the_guides_listing_runs_as_printed(tmp_path: Path) -> None:
+    settings = {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.1}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2, "warmup_max_lr": 3e-3}},
+        "zero_optimization": {"stage": 1, "overlap_comm": True, "contiguous_gradients": True},
+        "steps_per_print": 50,
+        "wall_clock_breakdown": False,
+    }
+    (tmp_path / "ds_config.json").write_text(json.dumps(settings))
+    first, *others = run_ranks(_listing, 4, str(tmp_path), timeout_seconds=120)
+    assert all(losses == first for losses in others)
+    assert first[-1] < first[0] - 0.3, "one batch again and again"
+
+
+# -- stages with little or nothing to train -------------------------------------------------------------------------------
+
+
+def _without_parameters(rank: int, world_size: int, zero_stage: int) -> None:
+    described = [*layers(1, tied=False), torch.tanh, nn.Identity()]
+    batches = token_batches(4, 3, world_size // 4)
+    reference = train_reference(Whole(described), SGD, batches, clip=0.3)
+    blocks = {
+        **zero(zero_stage),
+        "gradient_clipping": 0.3,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 1, "warmup_min_lr": 0.05, "warmup_max_lr": 0.05}},
+    }
+    engine = make_pipeline(described, 4, config(3, 2, **blocks), partition_method=[1, 0, 1, 0, 1, 1])
+    assert engine.stage_id < 3 or not list(engine.module.parameters())
+    assert train_pipeline(engine, batches) == pytest.approx(reference.losses, abs=FP64_ROUNDING)
+    assert engine.get_global_grad_norm() == pytest.approx(reference.norms[-1], abs=FP64_ROUNDING)
+    got = masters(engine)
+    assert relative_difference(got, {name: reference.weights[name] for name in got}) <= FP64_ROUNDING
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_a_last_stage_that_only_computes_the_loss(zero_stage: int) -> None:
+    run_ranks(_without_parameters, 4, zero_stage)
+
+
+def _frozen(rank: int, _world_size: int, frozen: tuple[int, ...]) -> None:
+    described = layers(4, tied=False, frozen=frozen)
+    for spec in described[:1]:
+        spec.module_kwargs.clear()
+    batches = token_batches(3, 2, 1)
+    reference = train_reference(Whole(described), SGD, batches)
+    engine = make_pipeline(described, 3, config(2, 2), optimizer=SGD)
+    assert train_pipeline(engine, batches) == pytest.approx(reference.losses, abs=FP64_ROUNDING)
+    got = masters(engine)
+    assert relative_difference(got, {name: reference.weights[name] for name in got}) <= FP64_ROUNDING
+
+
+def test_frozen_layers_pass_gradients_on_and_stay() -> None:
+    run_ranks(_frozen, 3, (0, 1, 2, 3))
+
+
+# -- precision and places ---------------------------------------------------------------------------------------------------
+
+
+class Explosive(Block):
+    """Its gradient is infinite in the second batch."""
+
+    def __init__(self, seed: int, dtype: torch.dtype) -> None:
+        super().__init__(seed, dtype)
+        self.calls = 0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.calls += 1
+        factor = float("inf") if self.calls == 3 else 1.0
+        return (
+            super().forward(hidden)
+            + 0 * (self.widen.weight * factor).sum().nan_to_num(0.0) * (factor == 1.0)
+            + ((self.widen.weight.sum() * 0.0 * factor) if factor != 1.0 else 0.0)
+        )
+
+
+def _overflow(rank: int, _world_size: int) -> list[Any]:
+    described = layers(3, tied=True, dtype=torch.float32)
+    described[2] = deepspeed.pipe.LayerSpec(Explosive, 1, torch.float32)
+    fp16 = {"enabled": True, "initial_scale_power": 6, "hysteresis": 1}
+    engine = make_pipeline(described, 2, config(2, 2, fp16=fp16, gradient_clipping=0.5), optimizer=SGD)
+    seen = []
+    for step in own(token_batches(4, 2, 1), 0):
+        engine.train_batch(iter(step))
+        seen.append((engine.skipped_steps, engine.optimizer.loss_scale, engine.was_step_applied()))
+    return seen
+
+
+def test_an_overflow_in_one_stage_is_skipped_by_all_and_halves_the_scale() -> None:
+    first, last = run_ranks(_overflow, 2)
+    assert first == last
+    assert first == [(0, 64.0, True), (1, 32.0, False), (1, 32.0, True), (1, 32.0, True)]
+
+
+def _offloaded(rank: int, world_size: int) -> None:
+    described = layers(2, tied=True, dtype=torch.float32)
+    batches = token_batches(4, 2, 2)
+    reference = train_reference(Whole(described), functools.partial(torch.optim.AdamW, lr=1e-2), batches, clip=0.3)
+    blocks = {
+        **zero(1, offload_optimizer={"device": "cpu"}),
+        "gradient_clipping": 0.3,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 1e-2}},
+    }
+    engine = make_pipeline(described, 2, config(2, 2, **blocks))
+    assert train_pipeline(engine, batches) == pytest.approx(reference.losses, rel=1e-5)
+    got = masters(engine)
+    assert relative_difference(got, {name: reference.weights[name] for name in got}) <= 1e-5
+
+
+def test_optimizer_state_in_host_memory() -> None:
+    run_ranks(_offloaded, 4)
+
+
+# -- data and config -----------------------------------------------------------------------------------------------------
+
+
+def _own_loader(rank: int, _world_size: int) -> list[float]:
+    tokens = torch.arange(16 * 6).view(16, 6) % 11
+    data = [(row[:-1], row[1:]) for row in tokens]
+    engine = make_pipeline(layers(2), 2, config(2, 2), optimizer=SGD, training_data=data)
+    losses = [engine.train_batch().item() for _ in range(6)]  # 24 rows of 16: the loader begins again
+    engine.set_batch_fn(lambda batch: (batch["tokens"], batch["labels"]))
+    engine.set_dataiterator(iter([{"tokens": tokens[:2, :-1], "labels": tokens[:2, 1:]}] * 2))
+    losses.append(engine.train_batch().item())
+    return losses
+
+
+def test_the_engines_own_loader_repeats_and_batch_fn_takes_batches_apart() -> None:
+    first, last = run_ranks(_own_loader, 2)
+    assert first == last
+    assert len(first) == 7
+
+
+def _batch_sizes(rank: int, world_size: int) -> None:
+    settings = {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2}
+    engine = make_pipeline(layers(2), 2, settings, optimizer=SGD)
+    assert (engine.dp_world_size, engine.micro_batches, engine.micro_batch_size) == (2, 6, 2)
+    engine.set_train_batch_size(16)
+    assert engine.micro_batches == 4
+    engine.micro_batches = 2
+    assert engine.train_batch_size() == 8
+    train_pipeline(engine, token_batches(1, 2, 2))
+    assert (engine.global_steps, engine.global_samples, engine.micro_steps) == (1, 8, 2)
+    with pytest.raises(ArgumentError, match="needs at least 1"):
+        engine.micro_batches = 0
+    assert (engine.num_stages, engine.stage_id, engine.is_first_stage()) == (2, rank // 2, rank < 2)
+    assert engine.grid.get_stage_id() == engine.get_pipeline_parallel_rank() == rank // 2
+    with pytest.raises(ArgumentError, match="Leave mpu out"):
+        deepspeed.initialize(model=engine.module, config=settings, mpu=engine.grid)
+
+
+def test_batch_sizes_count_replicas_not_ranks() -> None:
+    run_ranks(_batch_sizes, 4)
+
+
+def _differing_stages(rank: int, _world_size: int) -> str:
+    clip = 1.0 if rank == 0 else 2.0
+    with pytest.raises(CommError) as caught:
+        make_pipeline(layers(2), 2, config(2, 2, gradient_clipping=clip), optimizer=SGD)
+    return str(caught.value)
+
+
+def test_stages_with_different_configs_are_told() -> None:
+    for text in run_ranks(_differing_stages, 2):
+        assert "rank 0 has config gradient_clipping: 1.0" in text
+
+
+def _recomputed(rank: int, _world_size: int, schedule: str) -> None:
+    described = layers(4)
+    batches = token_batches(3, 3, 1)
+    reference = train_reference(Whole(described), SGD, batches)
+    block = {"schedule": schedule, "activation_checkpoint_interval": 2}
+    engine = make_pipeline(described, 2, config(3, 2, pipeline=block), optimizer=SGD)
+    assert engine.module.activation_checkpoint_interval == 2
+    assert train_pipeline(engine, batches) == pytest.approx(reference.losses, abs=FP64_ROUNDING)
+    got = masters(engine)
+    assert relative_difference(got, {name: reference.weights[name] for name in got}) <= FP64_ROUNDING
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_layers_may_be_recomputed(schedule: str) -> None:
+    run_ranks(_recomputed, 2, schedule)
+
+
+def _copies(rank: int, _world_size: int) -> None:
+    described: list[Any] = [Block(0, torch.float64), nn.Tanh(), Head(1, torch.float64)]
+    plain = copy.deepcopy(described)
+    engine = make_pipeline(described, 2, config(1, 2), optimizer=SGD, loss_fn=token_loss)
+    assert engine.training
+    assert [name for name, _ in engine.module.named_parameters()] == (
+        [f"0.{name}" for name, _ in plain[0].named_parameters()] if rank == 0 else ["2.weight"]
+    )
+
+
+def test_names_are_those_of_the_whole_list_of_layers() -> None:
+    run_ranks(_copies, 2)
