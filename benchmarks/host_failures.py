@@ -26,6 +26,7 @@ if __name__ == "__main__":
 
 from tests.support.host_failures import FAILURES, LAUNCHERS, Failure, Outcome, break_job  # noqa: E402
 from tests.support.hosts import Hosts, hosts  # noqa: E402
+from tests.support.signals import hear_signals  # noqa: E402
 from tests.support.slurm import slurm  # noqa: E402
 
 
@@ -37,6 +38,7 @@ def main() -> None:
     parser.add_argument("--launcher", action="append", choices=LAUNCHERS, help="default: all")
     parser.add_argument("--out", type=Path, help="write every outcome as JSON, one a line, as it comes")
     options = parser.parse_args()
+    hear_signals()
     rows = []
     for launcher in options.launcher or LAUNCHERS:
         with _cluster(launcher) as (cluster, environment):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import os
 import random
-import signal
 import sys
 import tempfile
 import threading
@@ -22,6 +21,7 @@ import pytest
 from hypothesis import settings
 
 from tests.support.ranks import helper_pids
+from tests.support.signals import hear_signals
 from tests.support.turns import turn
 
 _LEAVE_SECONDS = 2.0  # for threads and processes that were told to end and need a moment
@@ -32,10 +32,8 @@ settings.load_profile("ours")
 
 
 def pytest_configure() -> None:
-    """Let the jobs of tests hear the signals that ask them to end: ignoring is inherited, from `nohup`, `&` and xdist."""
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        if signal.getsignal(signum) is signal.SIG_IGN:
-            signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
+    """Let the jobs of tests hear the signals that ask them to end, however pytest was started."""
+    hear_signals()
 
 
 _TURNS = pytest.StashKey[str]()  # folder in which the workers of a run take turns

@@ -177,6 +177,10 @@ class Hosts:
         """Run commands of `ip` (or `bridge`) on the switch."""
         _in_network(self._switch_pid, lines, program)
 
+    def asked_switch(self, line: str) -> str:
+        """What a command of `ip` says on the switch."""
+        return _in_network(self._switch_pid, [line], "ip")
+
     @property
     def _switch_pid(self) -> int:
         assert self._switch is not None
@@ -268,8 +272,12 @@ class Host:
         self._cluster.switch([f"link set port{self.number} down"])
 
     def heal(self) -> None:
-        """Plug the cable in again."""
+        """Plug the cable in again. Returns when the switch has noticed: before, its port cannot be told anything."""
         self._cluster.switch([f"link set port{self.number} up"])
+        wait_for(self._is_plugged_in, f"the switch sees the cable of {self.name}")
+
+    def _is_plugged_in(self) -> bool:
+        return "LOWER_UP" in self._cluster.asked_switch(f"link show port{self.number}")
 
     def hole(self) -> None:
         """Let every packet to and from the host vanish, while the cable looks fine."""
@@ -402,10 +410,11 @@ def inner(process: subprocess.Popen[bytes]) -> psutil.Process:
     return psutil.Process(process.pid).children()[0]
 
 
-def _in_network(pid: int, lines: Iterable[str], program: str) -> None:
+def _in_network(pid: int, lines: Iterable[str], program: str) -> str:
     argv = ["nsenter", "-t", str(pid), "-n", program, "-batch", "-"]
     done = subprocess.run(argv, input="\n".join(lines) + "\n", capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{program} {lines}: {done.stderr}"
+    return done.stdout
 
 
 def _has_own_network(pid: int) -> bool:
