@@ -33,13 +33,14 @@ _PROBE_EPS = 4  # most that logits may differ, in units of rounding of the large
 
 
 def causal_lm_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross-entropy of each next token, in float32; labels of -100 do not count.
+    """Return the mean cross-entropy of each next token, in float32 at least; labels of -100 do not count.
 
     Args:
         logits: `(batch, length, vocabulary)`.
         labels: `(batch, length)`: the tokens themselves; they are shifted here.
     """
-    return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+    precise = logits[:, :-1].to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(precise.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
 
 
 def to_layers(model: nn.Module, *, verify: bool = True) -> list[Layer]:
