@@ -171,5 +171,14 @@ def test_every_declared_dependency_is_imported_and_every_import_declared() -> No
     assert imported - always - optional - COME_WITH_OTHERS == set()
 
 
+def test_every_command_is_a_function_that_can_be_imported() -> None:
+    tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    scripts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"]
+    assert "deepspeed" in scripts
+    for command, target in scripts.items():
+        module, _, function = target.partition(":")
+        assert callable(getattr(importlib.import_module(module), function)), command
+
+
 def _names(requirements: list[str]) -> set[str]:
     return {re.split(r"[<>=\[; ]", requirement)[0].replace("-", "_") for requirement in requirements}
