@@ -7,6 +7,7 @@ another number of ranks (`test_resume`); weights set after `zero.Init` (`test_ze
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from deepspeed.checkpoint import read_optimizer_state
 from deepspeed.errors import CheckpointError, CommError, UsageError
+from deepspeed.pipe import PipelineModule
 from tests.support.engines import config, make_engine, masters, model_weights, train, zero
 from tests.support.models import Mlp, PartlyFrozen, build, make_batches
 from tests.support.ranks import run_ranks
@@ -286,3 +288,36 @@ def _compiled(rank: int, world_size: int, folder: str) -> None:
 
 def test_a_compiled_engine_saves_plain_names_that_any_engine_loads(tmp_path: Path) -> None:
     run_ranks(_compiled, 2, str(tmp_path), timeout_seconds=120)
+
+
+# -- pipelines --------------------------------------------------------------------------------------------------------
+
+
+def _square(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - targets).square().mean()
+
+
+def _pipeline_cases(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 8)]
+    plain = nn.Sequential(*copy.deepcopy(layers))
+    net = PipelineModule(layers=layers, num_stages=2, loss_fn=_square, partition_method="uniform")
+    settings = config(3, zero_allow_untested_optimizer=True)
+    engine = make_engine(net, settings, optimizer=torch.optim.SGD(list(net.parameters()), lr=0.1))
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for lengths in ((5, 5, 5), (9, 9, 9), (3, 7, 4)):
+        data = [(torch.randn(4, length, 8), torch.randn(4, length, 8)) for length in lengths]
+        loss = engine.train_batch(data_iter=iter(data))
+        wanted = torch.stack([_square(plain(inputs), targets) for inputs, targets in data]).mean()
+        optimizer.zero_grad()
+        wanted.backward()
+        optimizer.step()
+        torch.testing.assert_close(loss, wanted.detach())
+    for name, param in engine.module.named_parameters():
+        torch.testing.assert_close(param.detach(), plain.get_parameter(name).detach())
+    with pytest.raises(StopIteration, match="ended after 2 of 3 micro-batches"):
+        engine.train_batch(data_iter=iter(data[:2]))
+
+
+def test_a_pipeline_averages_micro_batches_of_any_length_and_ends_with_its_data() -> None:
+    run_ranks(_pipeline_cases, 2)
