@@ -50,6 +50,21 @@ class ZeroStageEnum(IntEnum):
     gradients = 2
     weights = 3
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Its class and value, on every Python: 3.11.0 to 3.11.3 would ask `getattr` for the member by name."""
+        return type(self), (self.value,)
+
+
+def _member(enum: Any, name: Any) -> ZeroStageEnum:
+    """`getattr` as archives written under Python 3.11.0 to 3.11.3 use it: a member of `ZeroStageEnum`, and nothing else.
+
+    Raises:
+        CheckpointError: anything else is asked for.
+    """
+    if enum is not ZeroStageEnum or not isinstance(name, str) or name not in ZeroStageEnum.__members__:
+        raise CheckpointError(f"the attribute {name!r} of {enum!r} is asked for, which is no member of ZeroStageEnum")
+    return ZeroStageEnum[name]
+
 
 @dataclass(frozen=True)
 class FragmentAddress:
@@ -154,6 +169,7 @@ class _NdarrayName:
 
 READABLE: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     *((record, name) for record, name in GLOBAL_NAMES.items()),
+    (_member, "builtins.getattr"),
     (argparse.Namespace, "argparse.Namespace"),
     (bytes, "builtins.bytes"),
     (frozenset, "builtins.frozenset"),

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from deepspeed.checkpoint.original.archive import RefusedClassError, check_archive, load_archive
+from deepspeed.checkpoint.original.pickles import save_archive
 from deepspeed.checkpoint.original.stand_ins import DynamicLossScaler, FragmentAddress, LossScaler, ZeroStageEnum
 from deepspeed.errors import CheckpointDamagedError, CheckpointError
 from tests.support.original_net import FIXTURES, member_ranges
@@ -267,3 +268,33 @@ def test_an_archive_written_without_checksums_is_not_called_damaged(tmp_path: Pa
     finally:
         torch.serialization.set_crc32_options(True)
     assert check_archive(tmp_path / "a.pt") is None
+
+
+class Attribute:
+    """Asks `getattr` for something, as Python 3.11.0 to 3.11.3 pickle a member of an enumeration."""
+
+    def __init__(self, of: Any, name: str) -> None:
+        self._asked = (of, name)
+
+    def __reduce__(self) -> Any:
+        return getattr, self._asked
+
+
+def test_a_member_of_the_enumeration_is_read_however_python_pickled_it(tmp_path: Path) -> None:
+    save_archive({"zero_stage": Attribute(ZeroStageEnum, "gradients")}, tmp_path / "a.pt")
+    save_archive({"zero_stage": ZeroStageEnum.gradients}, tmp_path / "b.pt")
+    assert load_archive(tmp_path / "a.pt") == load_archive(tmp_path / "b.pt") == {"zero_stage": ZeroStageEnum.gradients}
+
+
+@pytest.mark.parametrize(
+    ("of", "name"),
+    [(ZeroStageEnum, "__class__"), (LossScaler, "__init__"), ("text", "format"), (ZeroStageEnum.gradients, "name")],
+)
+def test_no_other_attribute_is_asked_for(tmp_path: Path, of: Any, name: str) -> None:
+    save_archive({"x": Attribute(of, name)}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match=rf"the attribute '{name}' of"):
+        load_archive(tmp_path / "a.pt")
+
+
+def test_enumerations_are_written_alike_on_every_python() -> None:
+    assert ZeroStageEnum.gradients.__reduce_ex__(2) == (ZeroStageEnum, (2,))
