@@ -20,6 +20,9 @@ __all__ = ["MAX_THREADS", "ThreadsBackend"]
 MAX_THREADS = 64
 """The most threads of one engine of this kind, native or not."""
 
+_STACK_NBYTES = 512 << 10
+"""Of a thread; the system's own choice, 8 MiB as a rule, would count against a limit of the process's memory."""
+
 
 class _Request:
     """A transfer and how far it is. The lock guards what the workers change."""
@@ -93,8 +96,12 @@ class ThreadsBackend:
         self._threads = [
             threading.Thread(target=self._serve, name=f"file-io-{number}", daemon=True) for number in range(count)
         ]
-        for thread in self._threads:
-            thread.start()
+        usual_nbytes = threading.stack_size(_STACK_NBYTES)
+        try:
+            for thread in self._threads:
+                thread.start()
+        finally:
+            threading.stack_size(usual_nbytes)
 
     def submit(self, transfer: Transfer) -> Ticket:
         """Put its blocks in the queue."""

@@ -395,3 +395,16 @@ def test_a_forked_process_is_told_to_make_its_own_engine(
     done = run(code, str(tmp_path / "file"))
     assert done.stdout.splitlines() == ["refused: True", "own: True", "child: 0", "parent: True"]
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc says what a process has mapped on Linux alone")
+def test_threads_of_the_twin_take_little_of_a_limit_of_memory() -> None:
+    def mapped_nbytes() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmData:"))
+
+    before, usual = mapped_nbytes(), threading.stack_size()
+    backend = ThreadsBackend(IoSettings(queue_depth=8, threads=2))
+    assert mapped_nbytes() - before < 16 << 20
+    assert threading.stack_size() == usual
+    backend.close()
