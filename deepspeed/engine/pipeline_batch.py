@@ -128,13 +128,14 @@ class BatchRun:
     def _forward(self, work: Work) -> None:
         needed, made = self.place.needs(work), self.place.makes(work)
         inputs = self.micro_batches[work.micro_batch].inputs if needed is None else self.transport.take(needed)
+        # Listed before the layers see them: a layer may put other tensors into the container that it was given.
+        leaves = [] if needed is None else [tensor for tensor in tensors(inputs) if tensor.requires_grad]
         late = LateWeights() if self.defers_weights else None
         with _entered(late):
             outputs = self.compute.forward(work.chunk, inputs)
             ends: list[GradientEdge] | list[Tensor]
             ends = self._finish(work, outputs) if made is None else self._hand_over(work, made, outputs)
         if torch.is_grad_enabled():
-            leaves = [] if needed is None else [tensor for tensor in tensors(inputs) if tensor.requires_grad]
             self._live[work.micro_batch, work.chunk] = _Live(leaves, ends, made, late)
             self.most_live = max(self.most_live, len(self._live))
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from deepspeed.common.pytree import map_tensors
+
 __all__ = ["Recomputation", "Stretch"]
 
 Call = Callable[[Any], Any]
@@ -73,7 +75,14 @@ class Stretch:
 
 
 def _recomputed(piece: Call, run: Callable[..., Any], inputs: Any) -> Any:
-    """Hand tensors of a tuple over one by one, since some forms of checkpointing look for tensors among arguments alone."""
+    """Hand tensors of a tuple over one by one, since some forms of checkpointing look for tensors among arguments alone.
+
+    Each run gets containers of its own: a layer may change those that it gets, and the second needs them as they were.
+    """
+
+    def afresh(given: Any) -> Any:
+        return piece(map_tensors(lambda tensor: tensor, given))
+
     if isinstance(inputs, tuple):
-        return run(lambda *given: piece(given), *inputs)
-    return run(piece, inputs)
+        return run(lambda *given: afresh(given), *inputs)
+    return run(afresh, inputs)

@@ -130,6 +130,44 @@ def test_nested_containers_masks_and_plain_values_travel() -> None:
     run_ranks(_nested, 3)
 
 
+class InPlace(nn.Module):
+    """Puts what it computes into the container that it was given."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.block = Block(seed, torch.float64)
+
+    def forward(self, given: Any) -> Any:
+        given[0]["h"] = self.block(given[0]["h"])
+        return given
+
+
+def _wrapped(x: Tensor) -> Any:
+    return [{"h": x}]
+
+
+def _unwrapped(given: Any) -> Tensor:
+    h: Tensor = given[0]["h"]
+    return h
+
+
+def _changed_in_place(rank: int, _world_size: int, interval: int) -> None:
+    described = [Block(9, torch.float64), _wrapped, *(InPlace(seed) for seed in range(4)), _unwrapped]
+    options = {"partition_method": [3, 0, 1, 1, 1, 1, 0], "activation_checkpoint_interval": interval}
+    loss_fn = _mean_square
+    engine = make_pipeline(described, 2, config(3, 2), optimizer=SGD, loss_fn=loss_fn, **options)
+    _same_as_one_process(engine, described, _float_batches(3, 3), loss_fn=loss_fn)
+
+
+def _mean_square(out: Tensor, labels: Tensor) -> Tensor:
+    return (out.mean(-1) - labels).square().mean()
+
+
+@pytest.mark.parametrize("interval", [0, 2])
+def test_layers_may_change_the_container_that_they_get(interval: int) -> None:
+    run_ranks(_changed_in_place, 2, interval)
+
+
 class Picked(nn.Module):
     """As many rows as the values say."""
 
