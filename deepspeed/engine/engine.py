@@ -177,8 +177,6 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, SavingMembers, LoadingMem
         parts = self._parts
         is_boundary = parts.accumulation.is_step_boundary
         if is_boundary:
-            parts.report.timers(STEP).start()
-            parts.report.mark("before step")
             self._update(lr_kwargs or {})
         else:
             self._settle()
@@ -189,6 +187,8 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, SavingMembers, LoadingMem
     def _update(self, lr_kwargs: dict[str, Any]) -> None:
         parts = self._parts
         assert self.optimizer is not None  # step() asked
+        parts.report.timers(STEP).start()
+        parts.report.mark("before step")
         self._settle()
         self._refuse_changed_freezing()
         if parts.coordinator is not None:

@@ -281,3 +281,21 @@ def _copies(rank: int, _world_size: int) -> None:
 
 def test_names_are_those_of_the_whole_list_of_layers() -> None:
     run_ranks(_copies, 2)
+
+
+# -- modes and reports ----------------------------------------------------------------------------------------------------
+
+
+def _timed(rank: int, _world_size: int) -> None:
+    engine = make_pipeline(layers(2), 2, config(2, 2, wall_clock_breakdown=True, memory_breakdown=True), optimizer=SGD)
+    timers, shown = engine._parts.report.timers, []
+    logged = timers.log
+    timers.log = lambda names, **options: (shown.append(names), logged(names, **options))  # type: ignore[method-assign]
+    train_pipeline(engine, token_batches(3, 2, 1))
+    assert shown == [["forward", "backward", "step"]] * 3
+    assert not any(timers(name).started for name in shown[0])
+    engine.eval_batch(iter(next(own(token_batches(1, 2, 1), 0))))
+
+
+def test_a_pipeline_tells_its_times_and_its_memory() -> None:
+    run_ranks(_timed, 2)
