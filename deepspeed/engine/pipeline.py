@@ -10,7 +10,8 @@ A `PipelineEngine` is a `DeepSpeedEngine` of this stage's layers over the data-p
 does not know of the others comes to it with activations, gradients, and a few small collectives per batch.
 
 [Note: failures] What a rank raises inside a batch leaves its neighbours waiting. So it is told to all ranks, which raise it
-too (`comm.watch`, told failures), and the engine is of no more use: messages of that batch are still on their way.
+too (`comm.watch`, told failures), and the engine is of no more use: messages of that batch are still on their way. A rank
+that is alone drops what the batch has left, and goes on.
 
 Does not live here: building (`engine.build`), doors for other names (`engine.pipeline_members`).
 """
@@ -33,7 +34,7 @@ from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.pipeline_batch import BatchRun
 from deepspeed.engine.pipeline_data import Announced, BatchSource
 from deepspeed.engine.pipeline_members import PipelineMembers
-from deepspeed.engine.report import BACKWARD, FORWARD
+from deepspeed.engine.report import BACKWARD, FORWARD, STEP
 from deepspeed.errors import NonFiniteError, PipelineError
 from deepspeed.pipe.carriers import MessageCarriers
 from deepspeed.pipe.orders import OrderName, Work, order_of
@@ -285,8 +286,21 @@ class PipelineEngine(PipelineMembers, DeepSpeedEngine):
                 f"stage {self.stage_id} (rank {self.global_rank}) failed in the {run.doing}: {type(error).__name__}: {error}"
             )
             told = WATCH.tell_failure(text)
-            self._failure = told if self.world_size > 1 else ""
+            if self.world_size > 1:
+                self._failure = told
+            else:
+                self._forget_batch()
             raise PipelineError(told) from error
+
+    def _forget_batch(self) -> None:
+        """The batch was cut short: the next one begins as if it had not been."""
+        parts = self._parts
+        self.zero_grad()
+        parts.accumulation.close_window()
+        parts.loss_guard.reset()
+        for name in (FORWARD, BACKWARD, STEP):
+            parts.report.timers(name).reset()
+        parts.report.close_window()
 
 
 class _Compute:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.errors import ConfigError, PipelineDataEndedError, PipelineError, UnbuiltFeatureError
-from tests.support.engines import config, zero
-from tests.support.pipelines import Whole, layers, make_pipeline, own, token_batches, token_loss
+from tests.support.engines import config, masters, zero
+from tests.support.pipelines import Whole, layers, make_pipeline, own, token_batches, token_loss, train_pipeline
 from tests.support.ranks import RanksFailed, run_ranks
-from tests.support.reference import FP64_ROUNDING, train_reference
+from tests.support.reference import FP64_ROUNDING, relative_difference, train_reference
 
 pytestmark = pytest.mark.alone  # limits of seconds
 
@@ -160,6 +160,32 @@ def test_a_killed_rank_ends_the_others_within_seconds() -> None:
     assert time.monotonic() - began < 3 * SECONDS
     kinds = {failure.rank: failure for failure in caught.value.failures}
     assert kinds[1].kind == "died"
+
+
+def _failed_alone(rank: int, _world_size: int, schedule: str) -> None:
+    calls = 0
+
+    def loss_fn(outputs: Tensor, labels: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise ValueError("once")
+        return token_loss(outputs, labels)
+
+    described = layers(2)
+    settings = config(3, 2, wall_clock_breakdown=True, pipeline={"schedule": schedule})
+    engine = make_pipeline(described, 1, settings, optimizer=SGD, loss_fn=loss_fn)
+    batches = token_batches(3, 3, 1)
+    with pytest.raises(PipelineError, match="failed in the forward of micro-batch 2: ValueError: once"):
+        train_pipeline(engine, batches[:1])
+    reference = train_reference(Whole(described), SGD, batches[1:])
+    assert train_pipeline(engine, batches[1:]) == pytest.approx(reference.losses, abs=FP64_ROUNDING)
+    assert relative_difference(masters(engine), reference.weights) <= FP64_ROUNDING
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])
+def test_a_failed_batch_of_one_rank_leaves_nothing_to_the_next(schedule: str) -> None:
+    run_ranks(_failed_alone, 1, schedule)
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
