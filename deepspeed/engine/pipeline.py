@@ -74,9 +74,18 @@ class PipelineEngine(PipelineMembers, DeepSpeedEngine):
         self._iterator: Iterator[Any] | None = None
         self._forgets = False
         self._failure = ""
+        self._is_trained = self._any_stage_trains()
         self._loss: tuple[Tensor, Any] | None = None
         self.total_loss: Tensor | None = None
         self.agg_train_loss: Tensor | None = None
+
+    def _any_stage_trains(self) -> bool:
+        """Whether some stage has parameters that train. Collective over the stages."""
+        pipe = self._parts.mesh.axis("pipe")
+        trains = torch.tensor([int(any(p.requires_grad for p in self.module.parameters()))], device=self._parts.device)
+        if pipe.size > 1:
+            comm.all_reduce(trains, op=comm.ReduceOp.MAX, group=pipe.group)
+        return bool(trains)
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -325,13 +334,18 @@ class _Compute:
     def loss(self, outputs: Any, labels: Any) -> Tensor:
         """See `StageCompute`."""
         loss_fn = self._engine.module.loss_fn
+        source = "the last layer" if loss_fn is None else "loss_fn"
         with self._engine._autocast():
             loss = outputs if loss_fn is None else loss_fn(outputs, labels)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            source = "the last layer" if loss_fn is None else "loss_fn"
             shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise PipelineError(
                 f"{source} gave {shown}; a scalar loss is needed. Reduce it, or set PipelineModule(loss_fn=...)."
+            )
+        if torch.is_grad_enabled() and not loss.requires_grad and self._engine._is_trained:
+            raise PipelineError(
+                f"{source} gave a loss without a graph: all gradients would be zero. Compute it from the outputs, with "
+                "gradients enabled; look for detach(), .item(), argmax and torch.no_grad() in loss_fn and the layers."
             )
         return loss.reshape(())
 

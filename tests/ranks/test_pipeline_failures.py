@@ -188,6 +188,22 @@ def test_a_failed_batch_of_one_rank_leaves_nothing_to_the_next(schedule: str) ->
     run_ranks(_failed_alone, 1, schedule)
 
 
+def _no_graph(rank: int, _world_size: int) -> str:
+    engine = make_pipeline(
+        layers(2), 2, config(2, 2), optimizer=SGD, loss_fn=lambda out, labels: token_loss(out.detach(), labels)
+    )
+    with pytest.raises(PipelineError) as caught:
+        engine.train_batch(iter(_micro_batches(2)))
+    return str(caught.value)
+
+
+def test_a_loss_without_a_graph_is_refused_instead_of_training_nothing() -> None:
+    for text in run_ranks(_no_graph, 2, env=ENV):
+        assert "stage 1 (rank 1) failed in the forward of micro-batch 0" in text
+        assert "loss_fn gave a loss without a graph" in text
+        assert "detach()" in text
+
+
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
