@@ -113,7 +113,8 @@ class PipelineEngine(PipelineMembers, DeepSpeedEngine):
                 "train_batch() on an engine without an optimizer. Give initialize() one, or call eval_batch()."
             )
         self._require_present("engine.train_batch()")
-        self.train()
+        if not self.training:
+            self.train()
         batch = self._take(data_iter, self.micro_batches, "training")
         parts.report.throughput.start()
         parts.accumulation.loss_factor(scale_wrt_gas=True)  # losses are as they are; the update divides
@@ -214,17 +215,24 @@ class PipelineEngine(PipelineMembers, DeepSpeedEngine):
 
     def _evaluate(self, data_iter: Iterator[Any] | None, count: int | None, *, has_loss: bool, keeps: bool) -> BatchRun:
         count = count or self.micro_batches
-        was_training = self.training
+        with self._in_eval_mode(), torch.no_grad():
+            batch = self._take(data_iter, count, "evaluation")
+            run = self._batch_run(batch, keeps_outputs=keeps, has_loss=has_loss)
+            with self._telling(run):
+                self._carry_out(run, "inference", count)
+        return run
+
+    @contextmanager
+    def _in_eval_mode(self) -> Iterator[None]:
+        """Afterwards every module is in the mode that it was in: some may have been put into evaluation mode for good."""
+        modes = [(module, module.training) for module in self.modules()]
         self.eval()
         try:
-            with torch.no_grad():
-                batch = self._take(data_iter, count, "evaluation")
-                run = self._batch_run(batch, keeps_outputs=keeps, has_loss=has_loss)
-                with self._telling(run):
-                    self._carry_out(run, "inference", count)
+            yield
         finally:
-            self.train(was_training)
-        return run
+            for module, mode in modes:  # parents come before their children
+                if module.training != mode:
+                    module.train(mode)
 
     def _reduced(self, results: list[Any], divisor: int, *, of_loss: bool) -> Any:
         """The sum over micro-batches, divided; the mean over data-parallel ranks; for a loss on all stages."""

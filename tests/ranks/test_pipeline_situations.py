@@ -299,3 +299,38 @@ def _timed(rank: int, _world_size: int) -> None:
 
 def test_a_pipeline_tells_its_times_and_its_memory() -> None:
     run_ranks(_timed, 2)
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6, dtype=torch.float64)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        normal: Tensor = self.norm(hidden.transpose(1, 2)).transpose(1, 2)
+        return hidden + self.dropout(normal)
+
+
+def _kept_in_eval(rank: int, _world_size: int) -> None:
+    described = layers(2, tied=False)
+    described[1:1] = [Noisy()]
+    described[-2:-2] = [Noisy()]
+    engine = make_pipeline(described, 2, config(2, 2), optimizer=SGD)
+    noisy = next(module for module in engine.modules() if isinstance(module, Noisy))
+    noisy.norm.eval()
+    batch = next(own(token_batches(1, 2, 1), 0))
+    for _ in range(2):
+        engine.train_batch(iter(batch))
+        assert (noisy.norm.training, noisy.dropout.training, engine.training) == (False, True, True)
+        engine.eval_batch(iter(batch))
+        assert (noisy.norm.training, noisy.dropout.training, engine.training) == (False, True, True)
+    assert int(noisy.norm.num_batches_tracked) == 0
+    engine.eval()
+    engine.train_batch(iter(batch))
+    assert noisy.norm.training, "train_batch() trains an engine that is in evaluation mode"
+    assert int(noisy.norm.num_batches_tracked) == 2
+
+
+def test_layers_that_were_put_into_evaluation_mode_stay_there() -> None:
+    run_ranks(_kept_in_eval, 2)
