@@ -60,8 +60,8 @@ def build_engine(request: EngineRequest) -> DeepSpeedEngine:
     """Choose the parts and join them. Collective over the data-parallel ranks of all stages."""
     is_pipeline = isinstance(request.module, PipelineModule)
     _refuse_unbuilt(request.mesh, is_pipeline=is_pipeline)
-    if is_pipeline:
-        refuse_for_pipelines(request.config)
+    if isinstance(request.module, PipelineModule):
+        refuse_for_pipelines(request.config, request.module)
     terms = Terms.of(request.config)
     engine = (PipelineEngine if is_pipeline else DeepSpeedEngine)(_choose_parts(request, terms))
     give_back_freed(request.config.zero_optimization)

@@ -61,7 +61,7 @@ def norm_axis(mesh: ParallelMesh, shard_axis: AxisGroup) -> AxisGroup:
     return mesh.pipe_data if shard_axis.size > 1 else mesh.axis("pipe")
 
 
-def refuse_for_pipelines(config: DeepSpeedConfig) -> None:
+def refuse_for_pipelines(config: DeepSpeedConfig, module: PipelineModule) -> None:
     """Refuse what has no meaning, or is not built, for a `PipelineModule`.
 
     Raises:
@@ -81,3 +81,18 @@ def refuse_for_pipelines(config: DeepSpeedConfig) -> None:
         )
     if zero.zenflow is not None and zero.stage > 0:
         raise UnbuiltFeatureError("zero_optimization.zenflow with a PipelineModule is not built yet. Leave it out.")
+    _refuse_other_chunks(config.pipeline.schedule, module.num_chunks)
+
+
+def _refuse_other_chunks(schedule: str, chunks: int) -> None:
+    """One schedule alone passes through several parts of a stage, and it is pointless for one."""
+    if schedule == "interleaved" and chunks == 1:
+        raise ConfigError(
+            'pipeline.schedule = "interleaved" with PipelineModule(num_chunks=1): it interleaves the parts of the model '
+            'that a stage has, and there is one. Build PipelineModule(num_chunks=2) or more, or set "schedule": "1f1b".'
+        )
+    if schedule != "interleaved" and chunks > 1:
+        raise ConfigError(
+            f'pipeline.schedule = "{schedule}" with PipelineModule(num_chunks={chunks}): it passes through one part of the '
+            'model per stage. Set "schedule": "interleaved" in the block "pipeline", or leave num_chunks out.'
+        )

@@ -218,6 +218,11 @@ def _refusals(rank: int, _world_size: int) -> None:
     every_step = {"select_strategy": "step", "select_interval": 2, "update_interval": 2}
     build(UnbuiltFeatureError, "zenflow", **zero(1, zenflow=every_step, offload_optimizer={"device": "cpu"}))
 
+    for schedule in ("1f1b", "gpipe", "zero_bubble"):
+        with pytest.raises(ConfigError, match=f'"{schedule}" with .*num_chunks=2.* Set "schedule": "interleaved"'):
+            make_pipeline(layers(2), 2, config(2, 2, pipeline={"schedule": schedule}), optimizer=SGD, num_chunks=2)
+    build(ConfigError, '"interleaved" with .*num_chunks=1.* Build PipelineModule', pipeline={"schedule": "interleaved"})
+
     engine = make_pipeline(layers(2), 2, config(2, 2), optimizer=SGD)
     calls: list[Callable[[], Any]] = [
         lambda: engine(torch.ones(1)), lambda: engine.backward(torch.ones(1)), engine.step, engine.no_sync,
