@@ -202,7 +202,7 @@ class PipelineEngine(PipelineMembers, DeepSpeedEngine):
         if reduce_output is not None:
             with self._telling(run):
                 count = num_micro_batches or self.micro_batches
-                reduced = self._reduced(results, count if reduce_output == "avg" else 1, of_loss=compute_loss and bcast_loss)
+                reduced = self._reduced(results, count if reduce_output == "avg" else 1, of_loss=compute_loss)
         result = reduced if self.is_last_stage() or (compute_loss and bcast_loss and reduce_output is not None) else None
         if not return_logits:
             return result
@@ -235,7 +235,7 @@ class PipelineEngine(PipelineMembers, DeepSpeedEngine):
                     module.train(mode)
 
     def _reduced(self, results: list[Any], divisor: int, *, of_loss: bool) -> Any:
-        """The sum over micro-batches, divided; the mean over data-parallel ranks; for a loss on all stages."""
+        """The sum over micro-batches, divided; the mean over data-parallel ranks. That of losses is known to all stages."""
         data = self._parts.mesh.data_parallel
         if of_loss:
             return self._finish_loss(self._start_loss(results)) / divisor
@@ -246,7 +246,7 @@ class PipelineEngine(PipelineMembers, DeepSpeedEngine):
             total = _added(total, other)
 
         def mean(tensor: Tensor) -> Tensor:
-            tensor = tensor / (divisor * data.size) if tensor.is_floating_point() else tensor
+            tensor = tensor / (divisor * data.size) if tensor.is_floating_point() else tensor.clone()  # a client may have it
             if data.size > 1:
                 comm.all_reduce(tensor, group=data.group)
             return tensor

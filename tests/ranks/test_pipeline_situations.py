@@ -334,3 +334,28 @@ def _kept_in_eval(rank: int, _world_size: int) -> None:
 
 def test_layers_that_were_put_into_evaluation_mode_stay_there() -> None:
     run_ranks(_kept_in_eval, 2)
+
+
+def _one_way(rank: int, world_size: int) -> None:
+    engine = make_pipeline(layers(2, dtype=torch.float32), 2, config(3, 2), optimizer=SGD)
+    batch = next(own(token_batches(1, 3, 2), engine.get_data_parallel_rank()))
+    everywhere = engine.eval_batch(iter(batch))
+    at_the_end = engine.eval_batch(iter(batch), bcast_loss=False)
+    assert at_the_end is None if rank < 2 else torch.equal(at_the_end, everywhere)
+
+    class Tokens(nn.Module):
+        def forward(self, logits: Tensor) -> Tensor:
+            return logits.argmax(-1)
+
+    described = [*layers(2), Tokens()]
+    engine = make_pipeline(described, 2, config(1, 2), optimizer=SGD, loss_fn=lambda tokens, _: tokens.sum())
+    alone = engine.inference_batch(iter(batch))
+    reduced = engine.eval_batch(iter(batch), compute_loss=False, return_logits=True)
+    if rank >= 2:
+        assert alone is not None
+        assert torch.equal(reduced[1][0], alone[0]), "outputs of this rank"
+        assert not torch.equal(reduced[0], alone[0]), "a sum over ranks"
+
+
+def test_losses_are_reduced_in_one_way_and_outputs_stay_those_of_the_rank() -> None:
+    run_ranks(_one_way, 4)
