@@ -263,7 +263,10 @@ class PipelineEngine(PipelineMembers, DeepSpeedEngine):
             )
         iterator = self._own_iterator() if data_iter is None else data_iter
         forgets, self._forgets = self._forgets, False
-        batch = self._source.take(iterator, count, mode=mode, forgets=forgets)
+        try:
+            batch = self._source.take(iterator, count, mode=mode, forgets=forgets)
+        except PeerFailedError as error:
+            raise self._stopped(error) from error
         if batch.forgets:
             self._transport.forget_forms()
         return batch
@@ -296,8 +299,7 @@ class PipelineEngine(PipelineMembers, DeepSpeedEngine):
         except NonFiniteError:  # on all ranks together
             raise
         except PeerFailedError as error:
-            self._failure = WATCH.tell_failure(str(error))
-            raise PipelineError(self._failure) from error
+            raise self._stopped(error) from error
         except Exception as error:  # whatever a layer raises: all ranks are told, and raise
             text = (
                 f"stage {self.stage_id} (rank {self.global_rank}) failed in the {run.doing}: {type(error).__name__}: {error}"
@@ -308,6 +310,11 @@ class PipelineEngine(PipelineMembers, DeepSpeedEngine):
             else:
                 self._forget_batch()
             raise PipelineError(told) from error
+
+    def _stopped(self, heard: PeerFailedError) -> PipelineError:
+        """What to raise after another rank's failure; the engine is of no more use."""
+        self._failure = WATCH.tell_failure(str(heard))
+        return PipelineError(self._failure)
 
     def _forget_batch(self) -> None:
         """The batch was cut short: the next one begins as if it had not been."""

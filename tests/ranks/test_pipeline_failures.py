@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from deepspeed.comm.watch import WATCH
 from deepspeed.errors import ConfigError, PipelineDataEndedError, PipelineError, UnbuiltFeatureError
 from tests.support.engines import config, masters, zero
 from tests.support.pipelines import Whole, layers, make_pipeline, own, token_batches, token_loss, train_pipeline
@@ -202,6 +203,22 @@ def test_a_loss_without_a_graph_is_refused_instead_of_training_nothing() -> None
         assert "stage 1 (rank 1) failed in the forward of micro-batch 0" in text
         assert "loss_fn gave a loss without a graph" in text
         assert "detach()" in text
+
+
+def _told_at_the_start(rank: int, _world_size: int) -> None:
+    engine = make_pipeline(layers(2), 2, config(2, 2), optimizer=SGD)
+    engine.train_batch(iter(_micro_batches(2)))
+    if rank == 1:
+        WATCH.tell_failure("rank 1 lost its data")
+        return
+    with pytest.raises(PipelineError, match="rank 1 lost its data"):
+        engine.train_batch(iter(_micro_batches(2)))
+    with pytest.raises(PipelineError, match="this engine stopped in an earlier batch: rank 1 lost its data"):
+        engine.eval_batch(iter(_micro_batches(2)))
+
+
+def test_a_failure_that_is_heard_while_a_batch_begins_is_an_error_of_the_pipeline() -> None:
+    run_ranks(_told_at_the_start, 2, env=ENV)
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
