@@ -27,6 +27,10 @@ from deepspeed.topology.mesh import ParallelMesh
 __all__ = ["Announced", "BatchSource"]
 
 _GOOD, _ENDED, _FAILED = 0, 1, 2
+_CURE_OF_ENDED = (
+    " Give every batch as many micro-batches as engine.micro_batches says: drop a shorter last batch, or repeat the data "
+    "(deepspeed.utils.RepeatingLoader)."
+)
 
 
 class Announced(NamedTuple):
@@ -105,10 +109,7 @@ class BatchSource:
         return _Taken(found)
 
     def _micro_batch(self, batch: Any) -> MicroBatch:
-        is_pair = isinstance(batch, tuple | list) and len(batch) > 1
-        inputs, labels = (batch[0], batch[1]) if is_pair else (batch, None)
-        if not is_pair and isinstance(batch, tuple | list) and batch:
-            inputs = batch[0]
+        inputs, labels = _pair(batch)
         return MicroBatch(
             move_to_device(inputs, self._device) if self._is_first else None,
             move_to_device(labels, self._device) if self._is_last else None,
@@ -143,7 +144,17 @@ class BatchSource:
             if text
         ]
         kind = PipelineDataEndedError if state == _ENDED else PipelineError
-        raise kind(
-            f"{'; '.join(told)}. Nothing was computed, and the engine can go on. Give every batch as many micro-batches as "
-            "engine.micro_batches says: drop a shorter last batch, or repeat the data (deepspeed.utils.RepeatingLoader)."
-        ) from taken.cause
+        cure = _CURE_OF_ENDED if state == _ENDED else ""
+        raise kind(f"{'; '.join(told)}. Nothing was computed, and the engine can go on.{cure}") from taken.cause
+
+
+def _pair(batch: Any) -> tuple[Any, Any]:
+    """Inputs and labels; what is no tuple or list, or has one element, is inputs alone."""
+    if not isinstance(batch, tuple | list) or not batch:
+        return batch, None
+    if len(batch) > 2:
+        raise PipelineError(
+            f"it gave a {type(batch).__name__} of {len(batch)}, and (inputs, labels) are needed: others would be lost. "
+            "Put several inputs into one tuple, ((a, b), labels), or say how with engine.set_batch_fn(fn)"
+        )
+    return batch[0], batch[1] if len(batch) == 2 else None

@@ -87,6 +87,22 @@ def test_a_batch_without_any_data_is_refused_on_all_ranks() -> None:
         assert "there is no data: give train_batch() a data_iter, or initialize() training_data" in text
 
 
+def _triple(rank: int, _world_size: int) -> str:
+    engine = make_pipeline(layers(2), 2, config(2, 2), optimizer=SGD)
+    batch = _micro_batches(2)
+    with pytest.raises(PipelineError) as caught:
+        engine.train_batch(iter([(tokens, torch.ones_like(tokens), labels) for tokens, labels in batch]))
+    engine.set_batch_fn(lambda given: (given[0], given[2]))
+    engine.train_batch(iter([(tokens, None, labels) for tokens, labels in batch]))
+    return str(caught.value)
+
+
+def test_a_batch_of_three_is_refused_on_all_ranks() -> None:
+    for text in run_ranks(_triple, 2):
+        assert "it gave a tuple of 3, and (inputs, labels) are needed" in text
+        assert "engine.set_batch_fn" in text
+
+
 # -- layers -----------------------------------------------------------------------------------------------------------
 
 
