@@ -9,8 +9,8 @@ Recomputation itself, with the generators and autocast of forward, is `torch.uti
 non-reentrant one: gradients reach everything that the function uses (keyword arguments, containers, closures, parameters
 although no input takes a gradient), `torch.autograd.grad` and several backward passes work, recomputation stops when all
 is there that backward needs, and a function that computes something else the second time is an error. The re-entrant form
-is there for code that asks for it (`pipeline.use_reentrant`): it runs a backward inside of backward, and at least one
-input must take a gradient. Since tensors are taken out of their containers first, it too accepts keyword arguments and
+is there for code that asks for it (`checkpointing.reentrant_checkpoint`): it runs a backward inside of backward, and one
+input at least must take a gradient. Tensors are taken out of their containers first, so it too accepts keyword arguments and
 containers.
 
 Both forms save their inputs as autograd saves any tensor, so hooks on saved tensors decide where these rest. Only the

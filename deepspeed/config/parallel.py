@@ -275,4 +275,4 @@ class PipelineConfig(ConfigModel):
     """Send gradients in parts when there are model-parallel ranks."""
 
     use_reentrant: bool = True
-    """Form of activation checkpointing, as torch names it."""
+    """Form of activation checkpointing, as torch names it. Recomputation is always the non-reentrant one."""

@@ -58,7 +58,8 @@ class PipelineModule(nn.Module):
         topology: `PipeDataParallelTopology` or `PipeModelDataParallelTopology`, instead of `num_stages`.
         loss_fn: called on the last stage as `loss_fn(outputs, labels)`; None takes the last layer's output for the loss.
         seed_layers: seed before each layer is built (`base_seed + index`) and before each layer runs, with numbers that
-            depend on layer and micro-batch alone, so that values and dropout do not depend on the cut.
+            depend on the layer and on how many passes there were before, so that values and dropout do not depend on the
+            cut. An evaluation counts too, and a resumed run counts anew.
         seed_fn: called with these numbers; None seeds Python, numpy and torch.
         base_seed: see above.
         partition_method: `"parameters"` (equal numbers of elements), `"uniform"` (of layers), `"type:REGEX"` (of layers
