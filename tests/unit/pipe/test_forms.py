@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import collections
+import sys
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+from deepspeed.errors import PipelineError
 from deepspeed.pipe.forms import Form, TensorForm, digest, room, take_apart
 
 
@@ -22,6 +24,7 @@ TREES: list[Any] = [
     [{"a": torch.zeros(0, 4), "b": [torch.ones((), dtype=torch.bool)]}, ()],
     Pair(torch.ones(1, dtype=torch.bfloat16), {"n": 2.5}),
     collections.OrderedDict(x=torch.arange(3), y=None),
+    (torch.float16, torch.device("cpu"), float("inf"), torch.ones(1)),
 ]
 
 
@@ -58,3 +61,23 @@ def test_a_form_reads_well_in_errors() -> None:
     form, _ = take_apart((torch.ones(2, 3, dtype=torch.bfloat16), None, 7))
     assert str(form) == "bfloat16[2, 3], None, 7"
     assert form.tensors == [TensorForm((2, 3), torch.bfloat16, False)]
+
+
+class Odd:
+    """Nothing that JSON knows."""
+
+
+@pytest.mark.parametrize("tree", [(torch.ones(1), Odd()), {("x", 1): torch.ones(1)}, [b"bytes"]])
+def test_what_cannot_be_described_is_refused_with_the_cure(tree: Any) -> None:
+    form, _ = take_apart(tree)
+    with pytest.raises(PipelineError, match="cannot be described to it"):
+        form.to_bytes()
+
+
+def test_a_class_that_this_rank_does_not_have_is_refused_and_nothing_is_imported() -> None:
+    content = take_apart(Pair(1, 2))[0].to_bytes().replace(b"test_forms:Pair", b"test_forms:Pear")
+    with pytest.raises(PipelineError, match="test_forms:Pear, which this rank does not have"):
+        Form.from_bytes(content)
+    with pytest.raises(PipelineError, match="antigravity:Pair, which this rank does not have"):
+        Form.from_bytes(b'[["antigravity:Pair"], "", []]')
+    assert "antigravity" not in sys.modules
