@@ -33,7 +33,7 @@ class _Store(Protocol):
 
 
 class Neighbours:
-    """Processes of ranks on this machine, this one left out. Any thread may ask; one thread introduces and learns."""
+    """Processes of ranks on this machine, this one left out. Any thread may ask; one introduces, one learns."""
 
     def __init__(self, rank: int, clock: Callable[[], float] = time.monotonic) -> None:
         """Nobody is known yet; the clock is a parameter for tests."""

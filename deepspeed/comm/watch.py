@@ -74,8 +74,7 @@ logger = get_logger(__name__)
 _SLICE_SECONDS = 0.25
 _SLICE = timedelta(seconds=_SLICE_SECONDS)
 _LOOKS_THAT_MAY_FAIL = 3
-_LOOKS_FOR_NEIGHBOURS = 5
-_NEIGHBOURS_PAUSE_SECONDS = 0.1
+_NEIGHBOURS_PAUSES_SECONDS = (0.002, 0.004, 0.01, 0.02, 0.05, 0.1, 0.2, 0.2)
 _JOIN_SECONDS = 2.0
 _ASKED_AT_MOST = 16
 _TAG_NOBODY_SENDS = 2**30
@@ -128,6 +127,7 @@ class Watch:
         self._is_silence_told = self._has_given_up = False
         self._failure = ""
         self.channel(None)  # what is done on the world from now on is counted, by whomever
+        self._introduce()
         self._meeting = Meeting(rank, world_size, limit_seconds, ledger.report, ledger.late_seconds)
         self._wake = threading.Event()
         self._thread = threading.Thread(
@@ -192,16 +192,25 @@ class Watch:
             for group in self.ledger.blocking_groups():
                 _break(group, self.ledger.rank)
 
-    def _meet_neighbours(self, wake: threading.Event) -> None:
-        """Learn who else is on this host while the store still answers: a stopped rank may be the one that serves it."""
+    def _introduce(self) -> None:
+        """Say who this rank is, before it can be stopped; the other ranks do so now, too."""
         store = self._store()
         try:
             if store is not None:
                 self._neighbours.introduce(store)
-            for _ in range(_LOOKS_FOR_NEIGHBOURS):
-                if store is None or wake.wait(_NEIGHBOURS_PAUSE_SECONDS):
+        except RuntimeError as error:
+            logger.debug("rank %d could not say which process it is: %s", self.ledger.rank, error)
+
+    def _meet_neighbours(self, wake: threading.Event) -> None:
+        """Learn who else is on this host, at once: a rank that is stopped may be the one that serves the store."""
+        store = self._store()
+        try:
+            for pause_seconds in _NEIGHBOURS_PAUSES_SECONDS:
+                if store is None:
                     return
                 self._neighbours.learn(store)
+                if wake.wait(pause_seconds):
+                    return
         except RuntimeError as error:
             logger.debug("rank %d does not know who else is on its host: %s", self.ledger.rank, error)
 
