@@ -5,6 +5,7 @@ Modules that a test never loaded are not loaded for it, so that tests of pure ro
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import random
@@ -122,6 +123,8 @@ def _call(module_name: str, function: str, *args: Any) -> None:
 
 def _fail_on_leaks(threads: set[threading.Thread], children: set[int]) -> None:
     deadline = time.monotonic() + _LEAVE_SECONDS
+    if _left(threads, children):
+        gc.collect()  # engines that were dropped end their threads when they are collected
     while (left := _left(threads, children)) and time.monotonic() < deadline:
         time.sleep(0.01)
     if left:

@@ -259,6 +259,7 @@ def test_a_late_rank_is_an_error_that_names_collective_rank_and_group() -> None:
 
 
 def _lose_a_rank(rank: int, world_size: int) -> None:
+    comm.barrier()  # the other rank has met this one
     if rank == 1:
         os._exit(3)
     comm.broadcast(torch.ones(1), src=1)
