@@ -26,7 +26,6 @@ from pathlib import Path
 import psutil
 
 from benchmarks.harness.cases import AGAIN, ORIGINAL, OURS, Case, Measured, Run, merge
-from deepspeed.launcher.processes import signal_all
 
 _WORKER = Path(__file__).with_name("worker.py")
 _ADDRESS = "127.0.0.1"
@@ -152,6 +151,10 @@ def _wait(processes: list[subprocess.Popen[bytes]], deadline: float) -> str | No
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
+    from deepspeed.launcher.processes import (
+        signal_all,
+    )  # ours alone has it; workers import this file under the original, too
+
     if process.poll() is None:
         below = psutil.Process(process.pid).children(recursive=True)  # ninja gives each compiler a group of its own
         os.killpg(process.pid, signal.SIGKILL)
