@@ -64,12 +64,15 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 def _process_is_left_as_found() -> Iterator[None]:
     environ, folder = dict(os.environ), os.getcwd()
     threads, children = set(threading.enumerate()), _children()
+    helpers = [psutil.Process(pid) for pid in helper_pids() if pid in children]
     yield
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environ)
     _reset_global_state()
     _fail_on_leaks(threads, children)
+    if ended := [process.pid for process in helpers if not process.is_running()]:
+        pytest.fail(f"the test ended processes that the whole run needs: {ended}", pytrace=False)
 
 
 @pytest.fixture(autouse=True)

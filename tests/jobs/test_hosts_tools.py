@@ -22,7 +22,7 @@ from deepspeed import comm
 comm.init_distributed("gloo", verbose=False)
 values = torch.tensor([float(comm.get_rank())])
 comm.all_reduce(values)
-print("sum", values.item(), "of", comm.get_world_size(), flush=True)
+print(f"sum {values.item()} of {comm.get_world_size()}", flush=True)
 comm.destroy_process_group()
 """
 

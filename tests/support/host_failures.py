@@ -34,7 +34,7 @@ SCRIPT = """
 import os, subprocess, sys, time
 rank = int(os.environ["RANK"])
 subprocess.Popen(["sleep", "300"], start_new_session=True)
-print("rank", rank, "works", flush=True)
+print(f"rank {rank} works", flush=True)
 BEFORE
 with open(f"ready{rank}", "w"): pass
 if rank == 3:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -12,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.launcher.output import LogFile
+from deepspeed.launcher.output import LogFile, finish
 from deepspeed.launcher.placement import RankPlace
-from deepspeed.launcher.ranks import Command, Rank, end_the_rest, reap, start_rank, stop
+from deepspeed.launcher.ranks import Command, Rank, reap, start_rank, stop
 from tests.support.launching import wait_until
 
 # A rank that says when it is ready, and when it is asked to end.
@@ -37,7 +38,10 @@ def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
     rank.output.started()
     wait_until((tmp_path / "ready").exists, "the rank is ready")
     yield rank
-    end_the_rest([rank])
+    with contextlib.suppress(ProcessLookupError):  # `end_the_rest` ends every child, and this process has others to keep
+        os.killpg(rank.process.pid, signal.SIGKILL)
+    rank.process.wait()
+    finish([rank.output], time.sleep)
 
 
 def _becomes(rank: Rank, *, is_stopped: bool) -> None:
