@@ -113,6 +113,7 @@ def _reset_global_state() -> None:
     if dist is not None and dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
     _call("deepspeed.comm.world", "reset_world")
+    _call("deepspeed.comm.blocking", "dismiss")
     _call("deepspeed.accelerator.select", "set_accelerator", None)
     _call("deepspeed.common.logging", "set_rank", None)
     _call("deepspeed.common.logging", "forget_warnings")

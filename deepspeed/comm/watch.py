@@ -44,6 +44,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -58,6 +59,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
 from deepspeed.comm.agreement import Agreement
+from deepspeed.comm.blocking import lend
 from deepspeed.comm.divergence import positions, shortened
 from deepspeed.comm.failures import WHERE_TO_LOOK, PeerFailedError
 from deepspeed.comm.ledger import Channel, Ledger, Wait
@@ -364,29 +366,24 @@ class Watch:
             CommError: the verdict; the helper thread then stays behind until the back end gives up.
             BaseException: what `call` raised.
         """
-        outcome: list[tuple[Any, BaseException | None]] = []
-        is_over = threading.Event()
         is_inference = torch.is_inference_mode_enabled()  # it belongs to the thread, and tensors made in it are special
 
-        def body() -> None:
-            try:
-                with torch.inference_mode(is_inference):
-                    outcome.append((call(), None))
-            except BaseException as error:
-                outcome.append((None, error))
-            is_over.set()
+        def body() -> Any:
+            with torch.inference_mode(is_inference):
+                return call()
 
-        threading.Thread(target=body, name="deepspeed blocked", daemon=True).start()
+        outcome = lend(body)
         self.ledger.begin(record)
         try:
-            while not is_over.wait(_SLICE_SECONDS):
-                self.check()
+            while True:
+                try:
+                    ended = outcome.get(timeout=_SLICE_SECONDS)
+                    break
+                except queue.Empty:
+                    self.check()
         finally:
             self.ledger.end()
-        value, failure = outcome[0]
-        if failure is not None:
-            raise failure
-        return value
+        return ended.result()
 
     def together(self, operation: str, ranks: Sequence[int], call: Callable[[], Any]) -> Any:
         """Return `call()`, which the global ranks `ranks` make together, outside any group, and which blocks until all do.

@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.blocking import dismiss
 from deepspeed.comm.exit import settle_threads_at_exit
 from deepspeed.comm.failures import NotInitializedError
 from deepspeed.comm.recorder import RECORDER, configure
@@ -303,6 +304,7 @@ def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
     dist.destroy_process_group(group)
     if not dist.is_initialized():
         _set_world(None)
+        dismiss()
 
 
 def get_local_rank() -> int:
