@@ -1,0 +1,109 @@
+"""The experts that one rank holds, and the marks by which the rest of the library knows their parameters.
+
+    layer of 8 experts, ep_size 4, on expert-parallel rank 1:
+
+        Experts
+          deepspeed_experts     children named "2", "3" (their numbers in the whole layer), indexed [0], [1]
+            2, 3                deep copies of the given module
+
+Parameters of experts carry `allreduce = False` (not averaged over all data-parallel ranks) and `group_name = "ep_size_4"`.
+Names are global, so a checkpoint needs no renaming for another number of ranks (docs/adr/0016, point 6).
+
+Lives here: the copies, names and marks, and running each expert on its own rows. Does not live here: which rows
+(`moe.dispatch`). `moe.layer` makes them; `moe.param_groups` and the engine read the marks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.errors import ArgumentError
+
+__all__ = ["Experts", "LocalExperts", "expert_group_name"]
+
+
+def expert_group_name(ep_size: int) -> str:
+    """The name of the ranks over which `ep_size` spreads experts: what `param.group_name` holds, `"ep_size_4"`."""
+    return f"ep_size_{ep_size}"
+
+
+class LocalExperts(nn.Module):
+    """Modules named by their number in the whole layer and indexed by their place on this rank."""
+
+    def __init__(self, experts: Sequence[nn.Module], first: int = 0) -> None:
+        super().__init__()
+        for place, expert in enumerate(experts):
+            self.add_module(str(first + place), expert)
+
+    def __getitem__(self, place: int) -> nn.Module:
+        """The expert at a place of this rank."""
+        return list(self)[place]
+
+    def __len__(self) -> int:
+        """How many experts this rank holds."""
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        """This rank's experts in order."""
+        return iter([expert for expert in self._modules.values() if expert is not None])
+
+    def rename_from(self, first: int) -> None:
+        """Let the names begin at `first`; the modules stay the same."""
+        experts = list(self)
+        self._modules.clear()
+        for place, expert in enumerate(experts):
+            self.add_module(str(first + place), expert)
+
+
+class Experts(nn.Module):
+    """Deep copies of one expert, each run on its own stretch of rows.
+
+    `R` = rows of all local experts, `M` = what an expert takes, `N` = what it gives.
+
+    Args:
+        expert: a module from `(rows, M)` to `(rows, N)`; it may return a tuple whose first element is that.
+        num_local_experts: copies on this rank.
+        expert_group_name: name of the expert-parallel ranks, `"ep_size_<n>"`.
+
+    Attributes:
+        deepspeed_experts: this rank's experts.
+        num_local_experts: how many they are.
+    """
+
+    def __init__(self, expert: nn.Module, num_local_experts: int = 1, expert_group_name: str | None = None) -> None:
+        super().__init__()
+        if num_local_experts < 1:
+            raise ArgumentError(f"num_local_experts={num_local_experts}: a rank holds at least 1 expert.")
+        self.deepspeed_experts = LocalExperts([copy.deepcopy(expert) for _ in range(num_local_experts)])
+        self.num_local_experts = num_local_experts
+        for param in self.deepspeed_experts.parameters():
+            param.allreduce = False  # type: ignore[attr-defined]
+            param.group_name = expert_group_name  # type: ignore[attr-defined]
+
+    def place(self, expert_rank: int) -> None:
+        """Name the experts for this rank's position among the ranks that the layer's experts are spread over."""
+        self.deepspeed_experts.rename_from(expert_rank * self.num_local_experts)
+
+    def forward(self, rows_RM: Tensor, rows_per_expert: Sequence[int]) -> Tensor:
+        """Run each expert on its rows, which lie one stretch after the other; an expert without rows runs on none.
+
+        So every rank builds the same graph, and every parameter gets a gradient, if only of zeros.
+
+        Args:
+            rows_RM: what all local experts take, in their order.
+            rows_per_expert: rows of each; they add up to R.
+
+        Returns:
+            `(R, N)`, in the same order.
+        """
+        stretches = rows_RM.split_with_sizes(list(rows_per_expert))
+        outputs = [_first(expert(stretch)) for expert, stretch in zip(self.deepspeed_experts, stretches, strict=True)]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _first(output: Tensor | tuple[Tensor, ...]) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output

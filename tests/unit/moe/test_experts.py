@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from deepspeed.errors import ArgumentError
+from deepspeed.moe.experts import Experts, expert_group_name
+
+
+def test_parameters_say_that_they_are_experts_and_of_which_ranks() -> None:
+    experts = Experts(nn.Linear(4, 4), 2, expert_group_name(4))
+    assert {(p.allreduce, p.group_name) for p in experts.parameters()} == {(False, "ep_size_4")}  # type: ignore[attr-defined]
+    alone = Experts(nn.Linear(4, 4))
+    assert {(p.allreduce, p.group_name) for p in alone.parameters()} == {(False, None)}  # type: ignore[attr-defined]
+
+
+def test_experts_are_copies_with_equal_values_and_nothing_shared() -> None:
+    expert = nn.Linear(4, 4)
+    experts = Experts(expert, 2)
+    first, second = experts.deepspeed_experts
+    assert torch.equal(first.weight, expert.weight)  # type: ignore[arg-type]
+    with torch.no_grad():
+        first.weight.zero_()  # type: ignore[union-attr, operator]
+    assert not torch.equal(first.weight, second.weight)  # type: ignore[arg-type]
+    assert not torch.equal(first.weight, expert.weight)  # type: ignore[arg-type]
+
+
+def test_names_are_global_and_indices_local() -> None:
+    experts = Experts(nn.Linear(4, 4, bias=False), 2)
+    before = list(experts.deepspeed_experts)
+    experts.place(3)
+    assert [name for name, _ in experts.named_parameters()] == ["deepspeed_experts.6.weight", "deepspeed_experts.7.weight"]
+    assert len(experts.deepspeed_experts) == 2
+    assert experts.deepspeed_experts[0] is before[0]
+    assert experts.deepspeed_experts[-1] is before[1]
+    assert [*experts.state_dict()] == ["deepspeed_experts.6.weight", "deepspeed_experts.7.weight"]
+    experts.place(0)
+    assert [name for name, _ in experts.named_parameters()] == ["deepspeed_experts.0.weight", "deepspeed_experts.1.weight"]
+
+
+@pytest.mark.parametrize("rows_per_expert", [(2, 3, 1), (0, 6, 0), (0, 0, 0)], ids=str)
+def test_each_expert_runs_on_its_own_rows_and_gets_a_gradient(rows_per_expert: tuple[int, ...]) -> None:
+    experts = Experts(nn.Linear(4, 5), 3)
+    for number, expert in enumerate(experts.deepspeed_experts):
+        nn.init.constant_(expert.bias, number)  # type: ignore[arg-type]
+    rows = torch.randn(sum(rows_per_expert), 4, requires_grad=True)
+    output = experts(rows, rows_per_expert)
+    number_R = torch.repeat_interleave(torch.arange(3), torch.tensor(rows_per_expert))
+    weight = experts.deepspeed_experts[0].weight
+    torch.testing.assert_close(output, rows @ weight.T + number_R[:, None])  # type: ignore[operator]
+    output.sum().backward()
+    for count, expert in zip(rows_per_expert, experts.deepspeed_experts, strict=True):
+        assert expert.bias.grad.tolist() == [count] * 5  # type: ignore[union-attr]
+
+
+class GivesTwo(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, str]:
+        return x * 2, "more"
+
+
+def test_of_a_tuple_the_first_is_the_output() -> None:
+    assert Experts(GivesTwo(), 2)(torch.ones(3, 2), (1, 2)).tolist() == [[2, 2]] * 3
+
+
+def test_a_rank_without_experts_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="num_local_experts=0"):
+        Experts(nn.Linear(4, 4), 0)
