@@ -7,7 +7,7 @@ measures on both ranks at once, without messages and without an update. `ours, z
 Model: width 512, 6 blocks, 8 heads, vocabulary 4096, 128 positions, micro-batches of 2 rows; embedding and 3 blocks on the
 first stage, 3 blocks and the output layer on the second, for every contender. Loading data is inside: it is a list.
 
-`pipeline_step bubble` trains layers that only wait, 10 ms forward and 20 ms backward on each of its stages, so that nothing
+`pipeline_step bubble` trains layers that only wait, 60 ms forward and 120 ms backward on each of its stages, so that nothing
 but the order costs time: the share of a step in which a stage is idle, against (stages - 1) / (micro-batches + stages - 1).
 Goal: off by at most a tenth.
 """
@@ -34,7 +34,7 @@ OURS_ZERO_BUBBLE = "ours, zero_bubble"
 STAGES = 2
 _SCHEDULES = {OURS: {}, OURS_ZERO_BUBBLE: {"pipeline": {"schedule": "zero_bubble"}}, ORIGINAL: {}}
 _WIDTH, _BLOCKS, _HEADS, _VOCABULARY, _POSITIONS, _ROWS = 512, 6, 8, 4096, 128, 2
-_FORWARD_SECONDS, _BACKWARD_SECONDS = 0.010, 0.020
+_FORWARD_SECONDS, _BACKWARD_SECONDS = 0.060, 0.120  # about those of the model above
 
 CASES = (
     *(
