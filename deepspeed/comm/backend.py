@@ -273,6 +273,9 @@ class BackendGatherer:
         check_gathered(into, len(self._ranks) * (stop - start), self._sample)
         return self._start(into, self.buffer[start:stop], (start, stop))
 
+    def view(self, start: int, stop: int) -> None:
+        """See `FlatGatherer`: there are other ranks' parts."""
+
     def close(self) -> None:
         """See `FlatGatherer`."""
 

@@ -156,6 +156,12 @@ class FlatGatherer(Protocol):
         calls it, in the same order: the back end needs that. Where memory is shared a rank may gather alone.
         """
 
+    def view(self, start: int, stop: int) -> torch.Tensor | None:
+        """What `gather` would bring, where that is this buffer already: memory of it, under a storage of its own.
+
+        None where it must be gathered; the same on all ranks. Of no use after the next `begin_update`: it changes then.
+        """
+
     def close(self) -> None:
         """Let go of what is shared with other ranks. Not collective."""
 
@@ -293,6 +299,8 @@ class LocalGatherer:
         """Allocate the buffer, or take `at_rest`, which is gathered from into memory on `device`."""
         self.buffer = torch.zeros(numel, dtype=dtype, device=device) if at_rest is None else at_rest
         self._sample = torch.empty(0, dtype=dtype, device=device)
+        # A device's storages may shrink and come back elsewhere (`zero.absence`), with no word to other storages there.
+        self._lends_views = at_rest is None and device.type == "cpu"
         self._publication = Publication()
 
     def begin_update(self) -> None:
@@ -317,6 +325,15 @@ class LocalGatherer:
         check_gathered(into, stop - start, self._sample)
         into.copy_(self.buffer[start:stop], non_blocking=True)
         return DONE
+
+    def view(self, start: int, stop: int) -> torch.Tensor | None:
+        """See `FlatGatherer`; None for what is not in this device's memory, and on accelerators."""
+        self._publication.check_published()
+        check_range(start, stop, self.buffer.numel())
+        if not self._lends_views:
+            return None
+        size = self.buffer.itemsize
+        return self._sample.new_empty(0).set_(self.buffer.untyped_storage()[start * size : stop * size])
 
     def close(self) -> None:
         """See `FlatGatherer`."""

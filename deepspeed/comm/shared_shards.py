@@ -260,6 +260,9 @@ class SharedMemoryGatherer:
         copies = [(target, row[start:stop]) for target, row in zip(targets, self._rows, strict=True)]
         return self._start(copies, into.nbytes)
 
+    def view(self, start: int, stop: int) -> None:
+        """See `FlatGatherer`: there are other ranks' parts."""
+
     def close(self) -> None:
         """Leave the group and let go of the others' rows; not collective, and a second call does nothing.
 

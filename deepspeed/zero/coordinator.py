@@ -378,7 +378,7 @@ class ParameterCoordinator:
         self._refuse_lost()
         self.release_all()
         for unit in self.pool.units:
-            unit.epoch += 1
+            unit.age()
 
     # -- parameters used elsewhere ------------------------------------------------------------------------------------
 

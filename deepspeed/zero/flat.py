@@ -20,7 +20,6 @@ What does not live here: gradients (`zero.gradients`), the update (`zero.master`
 
 from __future__ import annotations
 
-import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -36,7 +35,7 @@ from deepspeed.offload.agreement import together
 from deepspeed.sharding import Bucket, FlatLayout, Fragment, Slot
 from deepspeed.zero.extents import Extent, extents_of
 from deepspeed.zero.masters import Masters, MemoryMasters
-from deepspeed.zero.members import ALIGNMENT_BYTES, Kind, NamedParameter
+from deepspeed.zero.members import ALIGNMENT_BYTES, Kind, NamedParameter, Place
 from deepspeed.zero.published import publish, withdraw
 
 if TYPE_CHECKING:
@@ -50,7 +49,6 @@ __all__ = [
     "FlatGroup",
     "Kind",
     "NamedParameter",
-    "Place",
     "WholeValue",
     "owner_of",
     "place_of",
@@ -58,24 +56,6 @@ __all__ = [
 ]
 
 _OWNER = "_ds_owner"  # the back-reference on a user's parameter: its Place
-
-
-class Place:
-    """Where a parameter lives, without keeping anything alive; a copy or a pickle of the parameter lives nowhere."""
-
-    def __init__(self, group: FlatGroup, position: int, param: nn.Parameter) -> None:
-        self.position = position
-        self._group = weakref.ref(group)
-        self._param = weakref.ref(param)
-
-    def group_of(self, param: nn.Parameter) -> FlatGroup | None:
-        """The flat group, None when it is gone or `param` is a copy."""
-        return self._group() if self._param() is param else None
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Pickle as None, so that a saved model loads where this package is not installed."""
-        return type(None), ()
-
 
 WholeValue = Callable[[NamedParameter], Tensor]
 """Gives the whole value of a member, in any dtype; asked in slot order, on all ranks together."""
@@ -493,8 +473,19 @@ class FlatGroup:
         with naming(self._labels[number]):
             if self.tier is not None and number in self.tier.buckets:
                 return self.tier.gather(number, into_F)
-            shift = self.extent_at(start).shift if start < stop else -start
+            shift = self._shift_of(start, stop)
             return self.gatherer.gather(start + shift, stop + shift, into_F)
+
+    def view_bucket(self, number: int) -> Tensor | None:
+        """Bucket `number` of sharded parameters, where `values` have all of it: a view. None: `gather_bucket` brings it."""
+        if self.tier is not None and number in self.tier.buckets:
+            return None
+        start, stop = self.layout.shard_range(self.layout.buckets[number])
+        shift = self._shift_of(start, stop)
+        return self.gatherer.view(start + shift, stop + shift)
+
+    def _shift_of(self, start: int, stop: int) -> int:
+        return self.extent_at(start).shift if start < stop else -start
 
     def new_whole(self, numel: int) -> Tensor:
         """Memory for `numel` gathered elements; its content does not matter."""
@@ -586,7 +577,7 @@ def release_owner(param: nn.Parameter) -> None:
 
 def place_of(param: nn.Parameter) -> tuple[FlatGroup, int] | None:
     """The flat group that `param` lives in and the position of its slot there; None when no engine holds it."""
-    place: Place | None = getattr(param, _OWNER, None)
+    place: Place[FlatGroup] | None = getattr(param, _OWNER, None)
     group = place.group_of(param) if place is not None else None
     return None if place is None or group is None else (group, place.position)
 

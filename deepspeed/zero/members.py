@@ -1,16 +1,20 @@
-"""Parameters as flat groups see them: under their names, and by kind.
+"""Parameters as flat groups see them: under their names, by kind, and in their places.
 
 Does not live here: the groups (`zero.flat`, which shows these names as well).
 """
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import nn
 
-__all__ = ["ALIGNMENT_BYTES", "Kind", "NamedParameter"]
+__all__ = ["ALIGNMENT_BYTES", "Kind", "NamedParameter", "Place"]
+
+_Group = TypeVar("_Group")
 
 ALIGNMENT_BYTES = 64  # a cache line, and the widest vector register
 
@@ -59,3 +63,20 @@ class Kind:
     def alignment(self) -> int:
         """Elements that every parameter's place is a multiple of."""
         return ALIGNMENT_BYTES // min(self.param_dtype.itemsize, self.master_dtype.itemsize)
+
+
+class Place(Generic[_Group]):
+    """Where a parameter lives, without keeping anything alive; a copy or a pickle of the parameter lives nowhere."""
+
+    def __init__(self, group: _Group, position: int, param: nn.Parameter) -> None:
+        self.position = position
+        self._group = weakref.ref(group)
+        self._param = weakref.ref(param)
+
+    def group_of(self, param: nn.Parameter) -> _Group | None:
+        """The flat group, None when it is gone or `param` is a copy."""
+        return self._group() if self._param() is param else None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Pickle as None, so that a saved model loads where this package is not installed."""
+        return type(None), ()

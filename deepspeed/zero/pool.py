@@ -163,10 +163,17 @@ class UnitPool:
         with naming(unit.label):
             unit.wait()
         self._gathered[unit] = None
+        self._note_storages(unit)
+        self.after_change(unit)
+
+    def _note_storages(self, unit: Unit) -> None:
         for position, buffer in enumerate(unit.buffers):
             if buffer.numel():
                 self.storages[buffer.untyped_storage()._cdata] = (unit, position)
-        self.after_change(unit)
+
+    def _forget_storages(self, unit: Unit) -> None:
+        for buffer in unit.buffers:
+            self.storages.pop(buffer.untyped_storage()._cdata, None)
 
     def prefetch(self) -> None:
         """Start to gather what is used next, within the budget."""
@@ -204,8 +211,7 @@ class UnitPool:
     def _forget(self, unit: Unit) -> None:
         self._gathered.pop(unit, None)
         self.lingering.pop(unit, None)
-        for buffer in unit.buffers:
-            self.storages.pop(buffer.untyped_storage()._cdata, None)
+        self._forget_storages(unit)
         self.live_numel -= unit.numel
 
     def settle(self) -> None:
@@ -215,7 +221,7 @@ class UnitPool:
                 self.bring(unit)
 
     def release_all(self) -> None:
-        """Give up every unit that no running module uses, and the others once none does.
+        """Give up every unit that no running module uses, and the others once none does; shards may change then.
 
         What is on its way is waited for first.
         """
@@ -223,8 +229,16 @@ class UnitPool:
         for unit in [*self._gathered]:
             if unit.users:
                 unit.is_outdated = True
+                self._separate(unit)
             else:
                 self.release(unit)
+
+    def _separate(self, unit: Unit) -> None:
+        self._forget_storages(unit)
+        with outside_inference_mode():
+            unit.separate()
+        self._note_storages(unit)
+        self.after_change(unit)
 
     def refresh(self, unit: Unit) -> None:
         """The shards of a settled `unit` have other values: bring it up to date where it is used, else release it."""

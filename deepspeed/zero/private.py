@@ -118,7 +118,7 @@ class PrivateCopies:
             self._store(param, source_rank)
             touched[self._units[id(param)]] = None
         for unit in touched:
-            unit.epoch += 1
+            unit.age()
             self._pool.refresh(unit)
 
     def _store(self, param: nn.Parameter, source_rank: int) -> None:

@@ -9,6 +9,14 @@
 
 Buffers are never reused: a view that somebody still holds (an output, what autograd saved) keeps its values.
 
+[Note: views of shards] A rank alone has whole buckets at rest, and where its device computes on them as they lie a gather
+brings nothing: the buffer of a piece is then a view of the shards. Before those change (`ParameterCoordinator.before_edit`)
+idle units are released as ever, and a unit in use is moved to memory of its own (`separate`): a running module goes on with
+the values that it began with. A view that autograd got and `zero.saved` did not see (another's hooks were in force) would
+follow the shards; so the parameters count as written to (`age`), and autograd refuses it, as it does in a model that is not
+sharded. An output that is a view of a parameter follows it there, too; and what a module writes to its own parameter is
+refused as ever, but has reached the shards.
+
 Lives here: the life cycle of a unit, the pieces it is made of, and the ways to launch a gather. Does not live here: when
 to gather (`zero.pool`), who uses a unit (`zero.coordinator`). Called by these two.
 """
@@ -99,6 +107,9 @@ class ShardedFlat(Protocol):
 
     def read_values(self, start: int, stop: int) -> Tensor:
         """Elements of this rank's shard space, within one bucket."""
+
+    def view_bucket(self, number: int) -> Tensor | None:
+        """Bucket `number`, where this rank's shards are all of it as they lie: [Note: views of shards]. None: gather it."""
 
     def gather_bucket(self, number: int, into_F: Tensor) -> Work:
         """Start to bring bucket `number` together in `into_F`."""
@@ -244,6 +255,7 @@ class Unit:
         "state",
         "trained_pieces",
         "users",
+        "views_shards",
     )
 
     def __init__(
@@ -288,14 +300,21 @@ class Unit:
         """To be released as soon as nobody uses it; the same on all ranks."""
         self.epoch = 0
         """Counts changes of its values: what autograd saved before one is of no use after it."""
+        self.views_shards = False
+        """Whether it has shown views of the shards since they last changed; see the note on top."""
 
     def gather(self) -> None:
         """Start to bring the unit together. Collective over the shard axis, unless the gatherer says otherwise."""
         after = self._after("gather")
-        buffers = tuple(piece.flat.new_whole(piece.numel) for piece in self.pieces)
         versions = [piece.flat.values_version for piece in self.pieces]
-        works = [self.launch(piece, buffer) for piece, buffer in zip(self.pieces, buffers, strict=True)]
-        self.buffers, self.gathered_versions, self._works = buffers, versions, works
+        buffers, works = [], []
+        for piece in self.pieces:
+            view = piece.flat.view_bucket(piece.number)
+            buffers.append(piece.flat.new_whole(piece.numel) if view is None else view)
+            if view is None:
+                works.append(self.launch(piece, buffers[-1]))
+        self.views_shards = self.views_shards or len(works) < len(buffers)
+        self.buffers, self.gathered_versions, self._works = tuple(buffers), versions, works
         self.is_outdated = False
         self.state = after
         for param in self.params:
@@ -341,6 +360,12 @@ class Unit:
         for param in self.params:
             set_status(param, ZeroParamStatus.NOT_AVAILABLE)
 
+    def separate(self) -> None:
+        """Show copies instead of views of shards: those are about to change, and the unit is in use."""
+        if self.state is ShardState.GATHERED and self.views_shards:
+            self.buffers = tuple(buffer.clone() for buffer in self.buffers)
+            self.show()
+
     def keep(self) -> None:
         """Give every parameter memory of its own, and forget the buffers: the unit is not sharded any more."""
         after = self._after("keep")
@@ -360,6 +385,14 @@ class Unit:
         return False
 
     # -- edits --------------------------------------------------------------------------------------------------------
+
+    def age(self) -> None:
+        """The values change: what autograd saved before is refused after it. Comes after `release` or `separate`."""
+        self.epoch += 1
+        if self.views_shards:
+            torch.autograd.graph.increment_version(self.params)
+            self._versions = [version + 1 for version in self._versions]  # what the user wrote is still to be found
+            self.views_shards = False
 
     def note_versions(self) -> None:
         """What was written to the parameters up to now is accounted for."""

@@ -208,6 +208,9 @@ class LockstepGatherer:
         copies = [(target, row[start:stop]) for target, row in zip(targets, self._ranks.rows, strict=True)]
         return _Copies(self._ranks, self._rank, copies)
 
+    def view(self, start: int, stop: int) -> None:
+        """There are other ranks' parts."""
+
     def close(self) -> None:
         """Remember it."""
         self.is_closed = True

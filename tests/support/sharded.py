@@ -56,6 +56,9 @@ class LateGatherer:
         into.fill_(float("nan"))
         return _Late(self, start, stop, into)
 
+    def view(self, start: int, stop: int) -> None:
+        """As between ranks: there is nothing to see before a gather."""
+
     def close(self) -> None:
         self.log.append(("close",))
 

@@ -59,6 +59,35 @@ def test_a_single_rank_gathers_a_copy_of_what_it_published() -> None:
     gatherer.close()
 
 
+def test_a_single_rank_sees_what_it_published_where_it_lies() -> None:
+    gatherer = flat_gatherer(10, torch.float16)
+    gatherer.buffer.copy_(torch.arange(10.0))
+    with pytest.raises(UsageError, match="while version 1 of the buffer is being written"):
+        gatherer.view(4, 7)
+    gatherer.publish()
+    view = gatherer.view(4, 7)
+    assert view is not None
+    assert view.tolist() == [4.0, 5.0, 6.0]
+    assert view.data_ptr() == gatherer.buffer[4:].data_ptr()
+    assert (view.storage_offset(), view.untyped_storage().nbytes()) == (0, 6)
+    assert gatherer.view(10, 10).shape == (0,)
+    with pytest.raises(ArgumentError, match="for a buffer of 10 elements"):
+        gatherer.view(4, 11)
+    gatherer.begin_update()
+    gatherer.buffer.zero_()
+    assert view.tolist() == [0.0] * 3
+    del gatherer
+    assert view.tolist() == [0.0] * 3  # it keeps the memory
+
+
+def test_what_rests_elsewhere_than_on_the_device_is_gathered() -> None:
+    apart = LocalGatherer(10, torch.float16, CPU, at_rest=torch.zeros(10, dtype=torch.float16))
+    elsewhere = flat_gatherer(10, torch.float16, "meta")
+    for gatherer in (apart, elsewhere):
+        gatherer.publish()
+        assert gatherer.view(4, 7) is None
+
+
 def test_buffers_lie_where_they_are_asked_for() -> None:
     for buffer in (
         flat_reduce_scatterer(10, torch.float16, "meta").buffer,

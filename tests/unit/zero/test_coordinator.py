@@ -573,6 +573,54 @@ def test_an_announced_edit_releases_what_is_idle_now_and_the_rest_when_it_is_don
         loss.backward()
 
 
+@pytest.mark.parametrize("is_late", [True, False])
+def test_an_update_amid_a_forward_is_seen_by_the_modules_that_start_after_it(is_late: bool) -> None:
+    def function(model: Any, x: Tensor) -> Tensor:
+        hidden = model.first(x)
+        sharded.coordinator.before_edit()
+        for flat in sharded.flats:
+            with flat.rewriting():
+                flat.values.zero_()
+        return model.own * (hidden + 1) + model.second(hidden)
+
+    model = Uses(function)
+    model.own = nn.Parameter(torch.full((8,), 3.0))  # of the module that runs
+    want = 3 * (model.first(inputs()) + 1)
+    sharded = shard(model, EVERYTHING, limit_numel=1, is_late=is_late)
+    with torch.no_grad():
+        assert torch.equal(_forward(sharded, inputs()), want)
+        assert _forward(sharded, inputs()).count_nonzero() == 0
+
+
+def test_a_graph_of_views_of_shards_is_refused_after_an_update() -> None:
+    """Packed, `zero.saved` refuses it; otherwise autograd must, for what it has kept has changed."""
+    sharded = shard(Uses(_twice), GatherSettings(packs_saved=False, max_reuse_numel=0), limit_numel=1)
+    loss = _forward(sharded, inputs())
+    sharded.coordinator.before_update()
+    for flat in sharded.flats:
+        with flat.rewriting():
+            flat.values.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@by_settings
+def test_a_rank_alone_trains_on_views_of_its_shards(settings: GatherSettings) -> None:
+    model = Gpt()
+    sharded = shard(copy.deepcopy(model), settings, limit_numel=BLOCK_NUMEL)
+    storages = [flat.values.untyped_storage() for flat in sharded.flats]
+    shown: set[bool] = set()
+
+    def look(block: nn.Module, _args: Any) -> None:
+        pointers = [p.data_ptr() for p in block.parameters()]
+        shown.update(any(s.data_ptr() <= each < s.data_ptr() + s.nbytes() for s in storages) for each in pointers)
+
+    for block in sharded.model.h:
+        block.register_forward_pre_hook(look)
+    _train_alike(model, sharded, [tokens(seed) for seed in range(4)], lambda loss: loss)
+    assert shown == {True}
+
+
 def test_a_unit_that_was_foreseen_but_not_used_does_not_stay_on_its_way() -> None:
     model = Uses(lambda m, x: m.second(m.first(x)) if x[0, 0] > 0 else m.first(x))
     sharded = shard(model, GatherSettings(max_reuse_numel=0), limit_numel=1, is_late=True)

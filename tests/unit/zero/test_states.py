@@ -8,13 +8,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from deepspeed.errors import UsageError
 from deepspeed.zero.published import ZeroParamStatus
 from deepspeed.zero.states import Piece, ShardState, Unit, UnitStateError, gather_by_all_reduce, one_at_a_time
 from tests.support.sharded import ALONE, shard
 
 
-def _unit(module: nn.Module | None = None) -> Unit:
-    unit: Unit = shard(module or nn.Linear(3, 2)).coordinator.pool.units[0]
+def _unit(module: nn.Module | None = None, *, is_late: bool = False) -> Unit:
+    """The first unit; `is_late`: it is gathered as between ranks, into memory of its own."""
+    unit: Unit = shard(module or nn.Linear(3, 2), is_late=is_late).coordinator.pool.units[0]
+    return unit
+
+
+def _gathered(module: nn.Module, *, is_late: bool = False) -> Unit:
+    unit = _unit(module, is_late=is_late)
+    unit.gather()
+    unit.wait()
     return unit
 
 
@@ -76,7 +85,7 @@ def test_a_gather_that_fails_leaves_the_shard_and_the_state() -> None:
         def wait(self) -> None:
             raise RuntimeError("peer closed")
 
-    unit = _unit()
+    unit = _unit(is_late=True)
     unit.launch = lambda piece, into: Fails()
     shard_before = unit.pieces[0].flat.values.clone()
     unit.gather()
@@ -89,7 +98,7 @@ def test_a_gather_that_fails_leaves_the_shard_and_the_state() -> None:
     def refuse(piece: Piece, into: Tensor) -> Any:
         raise RuntimeError("no memory")
 
-    unit = _unit()
+    unit = _unit(is_late=True)
     unit.launch = refuse
     with pytest.raises(RuntimeError, match="no memory"):
         unit.gather()
@@ -107,11 +116,10 @@ def test_a_unit_has_one_piece_per_kind() -> None:
     assert "sharded" in repr(unit)
 
 
-def test_a_view_that_somebody_holds_keeps_its_values_after_release() -> None:
+@pytest.mark.parametrize("is_late", [True, False])
+def test_a_view_that_somebody_holds_keeps_its_values_after_release(is_late: bool) -> None:
     module = nn.Linear(3, 2)
-    unit = _unit(module)
-    unit.gather()
-    unit.wait()
+    unit = _gathered(module, is_late=is_late)
     view, values = module.weight.detach()[0], module.weight.detach()[0].clone()
     unit.release()
     unit.gather()
@@ -122,7 +130,7 @@ def test_a_view_that_somebody_holds_keeps_its_values_after_release() -> None:
 def test_all_reduce_brings_every_bit_of_the_shard() -> None:
     module = nn.Linear(4, 1, bias=False)
     module.weight.data = torch.tensor([[-0.0, float("nan"), float("-inf"), 1e-45]])
-    unit = _unit(module)
+    unit = _unit(module, is_late=True)
     unit.launch = gather_by_all_reduce(ALONE)
     unit.gather()
     unit.wait()
@@ -141,7 +149,71 @@ def test_one_at_a_time_waits_before_the_next_gather_starts() -> None:
         def wait(self) -> None:
             log.append(f"wait {self.name}")
 
-    unit = _unit(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 3).double()))
+    unit = _unit(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 3).double()), is_late=True)
     unit.launch = one_at_a_time(lambda piece, into: Logs(str(into.dtype)))
     unit.gather()
     assert [entry.split()[0] for entry in log] == ["launch", "wait", "launch", "wait"]
+
+
+# -- a rank alone: views of its shards ----------------------------------------------------------------------------------
+
+
+def test_a_rank_alone_shows_its_shards_where_they_lie() -> None:
+    module = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 3).double())
+    values = [p.detach().clone() for p in module.parameters()]
+    unit = _gathered(module)
+    shards = [piece.flat.read_values(0, piece.numel).data_ptr() for piece in unit.pieces]
+    assert [buffer.data_ptr() for buffer in unit.buffers] == shards
+    assert all(torch.equal(p, value) for p, value in zip(module.parameters(), values, strict=True))
+    assert len({buffer.untyped_storage()._cdata for buffer in unit.buffers}) == len(unit.pieces)
+    unit.release()
+    assert [p.numel() for p in module.parameters()] == [0] * 4
+    assert not unit.buffers
+
+
+def test_a_unit_that_is_separated_keeps_its_values_while_the_shards_change() -> None:
+    module = nn.Linear(3, 2)
+    values = module.weight.detach().clone()
+    unit = _gathered(module)
+    unit.separate()
+    unit.pieces[0].flat.read_values(0, unit.numel).zero_()
+    assert torch.equal(module.weight, values)
+    unit.release()
+    unit.gather()
+    unit.wait()
+    assert torch.equal(module.weight, torch.zeros(2, 3))
+
+
+def test_what_is_not_a_view_of_shards_is_not_copied_again() -> None:
+    unit = _gathered(nn.Linear(3, 2), is_late=True)
+    buffers, versions = unit.buffers, [param._version for param in unit.params]
+    unit.separate()
+    unit.age()
+    assert unit.buffers is buffers
+    assert [param._version for param in unit.params] == versions
+    assert unit.epoch == 1
+
+
+def test_parameters_that_have_shown_shards_count_as_written_to_when_those_change() -> None:
+    unit = _gathered(nn.Linear(3, 2))
+    versions = [param._version for param in unit.params]
+    unit.release()
+    unit.age()
+    assert [param._version - before for param, before in zip(unit.params, versions, strict=True)] == [1, 1]
+    unit.age()
+    assert [param._version - before for param, before in zip(unit.params, versions, strict=True)] == [1, 1]
+    unit.gather()
+    unit.wait()  # and it is no write that would be lost
+    assert unit.epoch == 2
+
+
+def test_ageing_hides_no_write_that_would_be_lost() -> None:
+    module = nn.Linear(3, 2)
+    unit = _gathered(module)
+    unit.release()
+    with torch.no_grad():
+        module.weight.zero_()
+    unit.age()
+    unit.gather()
+    with pytest.raises(UsageError, match="'weight' was written to while it was empty"):
+        unit.wait()
