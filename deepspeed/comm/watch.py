@@ -103,6 +103,7 @@ class Watch:
         self._is_silence_told = False
         self._has_given_up = False  # on a stopped rank: without a verdict
         self._failure = ""
+        self._hearing = threading.Lock()
         self._meeting: Meeting | None = None
         self._generation = 0
         self._limit_seconds = 0.0
@@ -264,9 +265,12 @@ class Watch:
             self._take_failure(store, store.get(_FAILURE).decode())
 
     def _take_failure(self, store: PrefixStore, text: str) -> None:
-        if not self._failure:
+        """Believe it, and count this rank among those that have heard it: once, whichever thread hears it first."""
+        with self._hearing:
+            if self._failure:
+                return
             self._failure = text
-            store.add(_HEARD, 1)
+        store.add(_HEARD, 1)
 
     def check(self) -> None:
         """Raise the verdict if there is one, or that a signal has stopped a rank of this host. Called in every wait.

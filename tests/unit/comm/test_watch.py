@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from deepspeed.comm import watch
 from deepspeed.comm.ledger import Channel, Ledger
-from deepspeed.comm.watch import WATCH
+from deepspeed.comm.watch import WATCH, Watch
 from deepspeed.comm.world import watch_seconds
 from deepspeed.errors import CommError
 
@@ -175,3 +177,37 @@ def test_what_a_blocking_call_raises_or_returns_comes_out_of_its_thread() -> Non
 
     with pytest.raises(KeyError, match="inside"):
         WATCH.block(record, fail)
+
+
+class _Interleaved(Watch):
+    """Two threads that look whether a failure was heard find out at the same time, where nothing prevents it."""
+
+    def __init__(self, looks: threading.Barrier) -> None:
+        self._looks: threading.Barrier | None = None
+        super().__init__()
+        self._looks = looks
+
+    @property
+    def _failure(self) -> str:
+        found = self._heard
+        if self._looks is not None:
+            with contextlib.suppress(threading.BrokenBarrierError):
+                self._looks.wait(0.2)
+        return found
+
+    @_failure.setter
+    def _failure(self, text: str) -> None:
+        self._heard = text
+
+
+def test_two_threads_that_hear_of_a_failure_count_as_one_rank() -> None:
+    heard: list[int] = []
+    store: Any = SimpleNamespace(add=lambda _, count: heard.append(count))
+    watching = _Interleaved(threading.Barrier(2))
+    threads = [threading.Thread(target=watching._take_failure, args=(store, text)) for text in ("one", "other")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert heard == [1]
+    assert watching.verdict in ("one", "other")
