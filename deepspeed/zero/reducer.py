@@ -60,9 +60,6 @@ class _Bucket:
         self.slots = flat.layout.slots[bucket.first_slot : bucket.last_slot]
         self.order = min(flat.members[slot.index].order for slot in self.slots)
         self.pending = len(self.slots)
-        self.was_full = False
-        """All gradients have arrived in some backward since the last update."""
-
         self.is_launched = False
         self.is_deferred = False
         """Launched at the end of backward only ([Note: arrivals are learned])."""
@@ -100,7 +97,6 @@ class _Bucket:
 
     def reset(self) -> None:
         """Be ready for the next backward."""
-        self.was_full |= self.pending <= 0
         self.pending = len(self.slots)
         self.is_launched = self.has_arrived_late = False
 
@@ -163,7 +159,8 @@ class GradientReducer:
         self.axis = axis
         self._is_boundary = is_boundary
         self._check_scaled = check_scaled
-        self._allows_unused = allows_unused
+        self._trained = {} if allows_unused else _names_of(flats)
+        self._unused = set(self._trained)  # no gradient since the last update
         self._on_collected = on_collected
         self._on_over = on_over
         self._is_overlapped = is_overlapped
@@ -181,18 +178,17 @@ class GradientReducer:
         self._arrivals: set[int] | None = set() if learns else None  # [Note: arrivals are learned]
         self._twice: set[int] = set()
         self._is_running = self._is_reducing = self._is_driven = False
-        self.is_reduced = self._has_reduced = self._is_removed = False
+        watches = check_scaled is not None or on_collected is not None or not allows_unused
+        self.is_reduced = self._has_reduced = self._is_removed = self._is_use_checked = False
         self.sync_enabled = True
-        self._handles = self._install()
+        self._handles = self._install(is_needed=axis.size > 1 or watches)
 
     # -- hooks --------------------------------------------------------------------------------------------------------
 
-    def _install(self) -> list[Any]:
+    def _install(self, *, is_needed: bool) -> list[Any]:
         """One hook per parameter, where one is needed: alone and in place, autograd's own adds do everything."""
         for flat in self.flats:
             flat.on_replaced = self.remove
-        watches = self._check_scaled is not None or self._on_collected is not None or not self._allows_unused
-        is_needed = self.axis.size > 1 or watches
         return [
             self._hook(bucket, slot.index)
             for bucket in self._buckets
@@ -216,6 +212,7 @@ class GradientReducer:
         if not self._is_running:
             self._before_backward()
         bucket.pending -= 1
+        self._unused.discard(key)
         if self._arrivals is not None:
             self._count(bucket, key)
         if bucket.pending <= 0 and self._is_reducing:
@@ -312,6 +309,7 @@ class GradientReducer:
         if not (self.is_reduced if not self.reduces_every_backward else self._has_reduced):
             self.reduce()
             return
+        self._refuse_unused()
         for bucket in self._buckets:
             if bucket.flat.gradients.keeps_param_grads:
                 bucket.flat.gradients.collect(bucket.number)
@@ -322,7 +320,7 @@ class GradientReducer:
     def reduce(self) -> None:
         """Bring every bucket to the mean over ranks. Collective over `axis`."""
         self._require_members()
-        if not self._allows_unused:
+        if not self.reduces_every_backward or (self.sync_enabled and self._is_boundary()):
             self._refuse_unused()
         for bucket in self._buckets[self._next :]:
             self._launch(bucket)
@@ -351,19 +349,20 @@ class GradientReducer:
             self._buckets.sort(key=lambda bucket: bucket.is_deferred)  # stable: the others keep their order
 
     def _refuse_unused(self) -> None:
-        """All ranks agree first, so that all raise together."""
-        if not self.flats:
+        """Once per update, when all its backwards are over. All ranks agree first, so that all raise together."""
+        if not self._trained or self._is_use_checked:
             return
-        unused = [bucket for bucket in self._buckets if bucket.pending > 0 and not bucket.was_full]
-        flag = torch.tensor(float(bool(unused)), device=self.flats[0].device)
+        flag = torch.tensor(float(bool(self._unused)), device=self.flats[0].device)
         if self.axis.size > 1:
             comm.all_reduce(flag, op=comm.ReduceOp.MAX, group=self.axis.group)
         if flag.item():
-            here = unused[0].names() if unused else "none on this rank"
+            here = [repr(name) for key, name in self._trained.items() if key in self._unused]
             raise UsageError(
-                f"parameters without a gradient since the last update, on this rank in the bucket of: {here}; "
+                f"{len(here)} of {len(self._trained)} parameters have no gradient since the last update on this rank"
+                f"{': ' if here else ''}{', '.join(here[:_NAMES_SHOWN])}{', ...' if len(here) > _NAMES_SHOWN else ''}; "
                 "zero_optimization.ignore_unused_parameters is false. Use them in the loss, freeze them, or leave it out."
             )
+        self._is_use_checked = True
 
     def _end(self) -> None:
         self._is_running = self._is_reducing = False
@@ -378,7 +377,8 @@ class GradientReducer:
         self.is_reduced = self._has_reduced = False
         for bucket in self._buckets:
             bucket.brought = None
-            bucket.was_full = False
+        self._unused = set(self._trained)
+        self._is_use_checked = False
 
     def abandon(self) -> None:
         """An exception left autograd: wait for what was started so that ranks stay paired, then forget it."""
@@ -432,3 +432,8 @@ class GradientReducer:
         self._handles = []
         for flat in self.flats:
             flat.release()
+
+
+def _names_of(flats: Sequence[FlatGroup]) -> dict[int, str]:
+    """Names of all parameters, by their id."""
+    return {id(member.param): member.name for flat in flats for member in flat.members}

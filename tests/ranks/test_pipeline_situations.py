@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import deepspeed
-from deepspeed.errors import ArgumentError, CommError
+from deepspeed.errors import ArgumentError, CommError, PipelineError
 from tests.support.engines import config, masters, zero
 from tests.support.pipelines import Block, Head, Whole, layers, make_pipeline, own, token_batches, token_loss, train_pipeline
 from tests.support.ranks import run_ranks
@@ -139,6 +139,27 @@ def _frozen(rank: int, _world_size: int, frozen: tuple[int, ...]) -> None:
 
 def test_frozen_layers_pass_gradients_on_and_stay() -> None:
     run_ranks(_frozen, 3, (0, 1, 2, 3))
+
+
+def _all_used(rank: int, _world_size: int, schedule: str) -> None:
+    described = layers(4)
+    chunks = 2 if schedule == "interleaved" else 1
+    blocks = {**zero(1, ignore_unused_parameters=False, reduce_bucket_size=1000), "pipeline": {"schedule": schedule}}
+    batches = token_batches(2, 3, 1)
+    reference = train_reference(Whole(described), SGD, batches)
+    engine = make_pipeline(described, 2, config(3, 2, **blocks), optimizer=SGD, num_chunks=chunks)
+    assert train_pipeline(engine, batches) == pytest.approx(reference.losses, abs=FP64_ROUNDING)
+
+    described[3] = described[3].build()
+    described[3].add_module("spare", nn.Linear(1, 1, dtype=torch.float64))
+    engine = make_pipeline(described, 2, config(3, 2, **blocks), optimizer=SGD, num_chunks=chunks)
+    with pytest.raises(PipelineError, match=r"2 of .* parameters have no gradient since the last update .*3\.spare\.weight"):
+        train_pipeline(engine, batches)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble", "interleaved"])
+def test_parameters_without_a_gradient_are_looked_for_once_per_batch(schedule: str) -> None:
+    run_ranks(_all_used, 2, schedule)
 
 
 # -- precision and places ---------------------------------------------------------------------------------------------------

@@ -227,8 +227,18 @@ def test_a_parameter_without_a_gradient_since_the_last_update_is_named(no_peers:
     reducer.drive(whole)
     reducer.drive(first_only)  # the others had theirs
     reducer.close_window()
-    with pytest.raises(UsageError, match=r"(?s)layers\.2\.weight.*ignore_unused_parameters"):
+    with pytest.raises(UsageError, match=r"2 of 3 parameters .* 'layers\.1\.weight', 'layers\.2\.weight'; .*ignore_unused"):
         reducer.drive(first_only)
+
+
+def test_parameters_may_have_their_gradients_in_different_backwards_of_one_update(no_peers: None) -> None:
+    module, _, reducer = build(is_boundary=lambda: False, allows_unused=False)
+    for layer in module.layers:
+        reducer.drive(lambda layer=layer: layer(torch.ones(1, 16)).sum().backward())
+    reducer.ensure_reduced()
+    reducer.close_window()
+    with pytest.raises(UsageError, match="3 of 3 parameters"):
+        reducer.ensure_reduced()
 
 
 def test_reducing_later_or_once_more_finds_no_parameter_unused(no_peers: None) -> None:
