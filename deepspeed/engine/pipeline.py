@@ -119,7 +119,7 @@ class PipelineEngine(PipelineMembers, DeepSpeedEngine):
         parts.report.throughput.start()
         parts.accumulation.loss_factor(scale_wrt_gas=True)  # losses are as they are; the update divides
         parts.loss_guard.open()
-        run = self._batch_run(batch, defers_weights=self._schedule == "zero_bubble")
+        run = self._batch_run(batch, self._numbers(len(batch.micro_batches)), defers_weights=self._schedule == "zero_bubble")
         with self._telling(run), self.coalesced():
             self._carry_out(run, self._schedule, len(batch.micro_batches))
         with self._telling(run):
@@ -217,7 +217,8 @@ class PipelineEngine(PipelineMembers, DeepSpeedEngine):
         count = count or self.micro_batches
         with self._in_eval_mode(), torch.no_grad():
             batch = self._take(data_iter, count, "evaluation")
-            run = self._batch_run(batch, keeps_outputs=keeps, has_loss=has_loss)
+            numbers = [-1 - place for place in self._places(count)]  # none that training has; the same every time
+            run = self._batch_run(batch, numbers, keeps_outputs=keeps, has_loss=has_loss)
             with self._telling(run):
                 self._carry_out(run, "inference", count)
         return run
@@ -271,8 +272,19 @@ class PipelineEngine(PipelineMembers, DeepSpeedEngine):
             self._transport.forget_forms()
         return batch
 
-    def _batch_run(self, batch: Announced, **options: Any) -> BatchRun:
-        return BatchRun(self._place, self._compute, self._transport, batch.micro_batches, batch.signatures, **options)
+    def _batch_run(self, batch: Announced, numbers: Sequence[int], **options: Any) -> BatchRun:
+        micro_batches, signatures, _ = batch
+        return BatchRun(self._place, self._compute, self._transport, micro_batches, signatures, numbers, **options)
+
+    def _places(self, count: int) -> list[int]:
+        """Of each of this rank's micro-batches in a batch: how many of all ranks come before."""
+        data = self._parts.mesh.data_parallel
+        return [micro_batch * data.size + data.rank for micro_batch in range(count)]
+
+    def _numbers(self, count: int) -> list[int]:
+        """Of each micro-batch of the batch that begins: how many the run had before, for `PipelineModule(seed_layers)`."""
+        before = self.global_samples // self._parts.batch.micro
+        return [before + place for place in self._places(count)]
 
     def _carry_out(self, run: BatchRun, schedule: OrderName, count: int) -> None:
         orders = self._orders_of(schedule, count)
@@ -333,7 +345,7 @@ class _Compute:
     def __init__(self, engine: PipelineEngine) -> None:
         self._engine = engine
 
-    def forward(self, chunk: int, inputs: Any) -> Any:
+    def forward(self, chunk: int, inputs: Any, number: int) -> Any:
         """See `StageCompute`."""
         engine = self._engine
         parts = engine._parts
@@ -342,7 +354,7 @@ class _Compute:
         timer = parts.report.timers(FORWARD)
         timer.start()
         with engine._autocast():
-            outputs = engine.module.forward_chunk(chunk, inputs)
+            outputs = engine.module.forward_chunk(chunk, inputs, number)
         timer.stop()
         return outputs
 

@@ -44,8 +44,8 @@ class MicroBatch(NamedTuple):
 class StageCompute(Protocol):
     """What a stage computes, apart from the order."""
 
-    def forward(self, chunk: int, inputs: Any) -> Any:
-        """The layers of one chunk."""
+    def forward(self, chunk: int, inputs: Any, number: int) -> Any:
+        """The layers of one chunk, for the micro-batch that has this number in the whole run."""
 
     def loss(self, outputs: Any, labels: Any) -> Tensor:
         """The loss of one micro-batch, a scalar."""
@@ -81,6 +81,7 @@ class BatchRun:
         transport: its messages.
         micro_batches: of the batch.
         signatures: of the micro-batches; see `Transport.begin`.
+        numbers: of the micro-batches, in the whole run; those of evaluations are negative.
         defers_weights: leave gradients of weights to `W`.
         keeps_outputs: keep what the last chunk gives.
         has_loss: compute the loss of each micro-batch.
@@ -91,6 +92,7 @@ class BatchRun:
     transport: Transport
     micro_batches: Sequence[MicroBatch]
     signatures: Sequence[int]
+    numbers: Sequence[int]
     defers_weights: bool = False
     keeps_outputs: bool = False
     has_loss: bool = True
@@ -132,7 +134,7 @@ class BatchRun:
         leaves = [] if needed is None else [tensor for tensor in tensors(inputs) if tensor.requires_grad]
         late = LateWeights() if self.defers_weights else None
         with _entered(late):
-            outputs = self.compute.forward(work.chunk, inputs)
+            outputs = self.compute.forward(work.chunk, inputs, self.numbers[work.micro_batch])
             ends: list[GradientEdge] | list[Tensor]
             ends = self._finish(work, outputs) if made is None else self._hand_over(work, made, outputs)
         if torch.is_grad_enabled():

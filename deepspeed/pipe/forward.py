@@ -2,12 +2,17 @@
 
     layers 4 .. 9, interval 2     [4 5] [6 7] [8 9]      the inputs of each bracket stay, the rest is computed again
 
-Lives here: `Stretch`, and the pieces it is cut into. Does not live here: which layers a stage has (`module`, the caller).
+[Note: seeds] Each pass of a layer is seeded by itself, with a number made of the base seed, the number of the micro-batch
+in the whole run and the layer's index: so it depends neither on the cut, nor on what ran in between, nor on a restart.
+
+Lives here: `Stretch`, the pieces it is cut into, and the seeds. Does not live here: which layers a stage has (`module`, the
+caller).
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +21,7 @@ import torch
 
 from deepspeed.common.pytree import map_tensors
 
-__all__ = ["Recomputation", "Stretch"]
+__all__ = ["Recomputation", "Stretch", "pass_seed"]
 
 Call = Callable[[Any], Any]
 
@@ -39,8 +44,7 @@ class Stretch:
     Args:
         calls: what computes each layer.
         first: index of the first in the list of all layers.
-        seed: called before each layer with a seed made of the micro-batch and the layer's index, so that dropout does not
-            depend on the cut; None seeds nothing.
+        seed: called before each layer with its `pass_seed`; None seeds nothing.
         base_seed: see `PipelineModule`.
     """
 
@@ -51,15 +55,22 @@ class Stretch:
         self._base_seed = base_seed
         self._passes = 0
 
-    def __call__(self, inputs: Any, recomputation: Recomputation) -> Any:
-        """Pass `inputs` through all layers; a layer gets what the one before gave, as its single argument."""
-        self._passes += 1
+    def __call__(self, inputs: Any, recomputation: Recomputation, number: int | None = None) -> Any:
+        """Pass `inputs` through all layers; a layer gets what the one before gave, as its single argument.
+
+        Args:
+            inputs: of the first layer.
+            recomputation: what backward computes again.
+            number: of the micro-batch, see `pass_seed`; None: passes without a number count, from 0.
+        """
+        if number is None:
+            number, self._passes = self._passes, self._passes + 1
         interval = recomputation.interval
         if interval == 0 or not torch.is_grad_enabled():
-            return self._run(0, len(self.calls), self._passes, inputs)
+            return self._run(0, len(self.calls), number, inputs)
         for start in range(0, len(self.calls), interval):
             stop = min(start + interval, len(self.calls))
-            piece = functools.partial(self._run, start, stop, self._passes)
+            piece = functools.partial(self._run, start, stop, number)
             if recomputation.is_worthwhile(self.calls[start:stop]):
                 inputs = _recomputed(piece, recomputation.run, inputs)
             else:
@@ -69,9 +80,20 @@ class Stretch:
     def _run(self, start: int, stop: int, number: int, inputs: Any) -> Any:
         for at in range(start, stop):
             if self._seed is not None:
-                self._seed(self._base_seed * number + self.first + at)
+                self._seed(pass_seed(self._base_seed, number, self.first + at))
             inputs = self.calls[at](inputs)
         return inputs
+
+
+def pass_seed(base_seed: int, number: int, layer: int) -> int:
+    """What a layer is seeded with before one of its passes, from 0 to 2**32 - 1. [Note: seeds]
+
+    Args:
+        base_seed: see `PipelineModule`.
+        number: of the micro-batch in the whole run; those of evaluations are negative.
+        layer: index in the list of all layers.
+    """
+    return int.from_bytes(hashlib.blake2b(f"{base_seed} {number} {layer}".encode(), digest_size=4).digest(), "little")
 
 
 def _recomputed(piece: Call, run: Callable[..., Any], inputs: Any) -> Any:

@@ -57,9 +57,10 @@ class PipelineModule(nn.Module):
         num_stages: stages; the ranks left are copies that see different data.
         topology: `PipeDataParallelTopology` or `PipeModelDataParallelTopology`, instead of `num_stages`.
         loss_fn: called on the last stage as `loss_fn(outputs, labels)`; None takes the last layer's output for the loss.
-        seed_layers: seed before each layer is built (`base_seed + index`) and before each layer runs, with numbers that
-            depend on the layer and on how many passes there were before, so that values and dropout do not depend on the
-            cut. An evaluation counts too, and a resumed run counts anew.
+        seed_layers: seed before each layer is built (`base_seed + index`) and before each layer runs
+            (`pipe.forward.pass_seed` of the layer and of the micro-batch's number in the whole run), so that values and
+            dropout depend neither on the cut, nor on evaluations in between, nor on a restart. Without an engine, passes
+            through this object are numbered as they come.
         seed_fn: called with these numbers; None seeds Python, numpy and torch.
         base_seed: see above.
         partition_method: `"parameters"` (equal numbers of elements), `"uniform"` (of layers), `"type:REGEX"` (of layers
@@ -181,12 +182,19 @@ class PipelineModule(nn.Module):
             inputs = self.forward_chunk(chunk, inputs)
         return inputs
 
-    def forward_chunk(self, chunk: int, inputs: Any) -> Any:
-        """Pass `inputs` through one of this stage's parts of the model."""
+    def forward_chunk(self, chunk: int, inputs: Any, number: int | None = None) -> Any:
+        """Pass `inputs` through one of this stage's parts of the model.
+
+        Args:
+            chunk: the part.
+            inputs: of its first layer.
+            number: of the micro-batch in the whole run, for `seed_layers`; None: passes through the part are numbered as
+                they come, from 0.
+        """
         recomputation = Recomputation(
             self.activation_checkpoint_interval, self.activation_checkpoint_func, self._is_checkpointable
         )
-        return self._stretches[chunk](inputs, recomputation)
+        return self._stretches[chunk](inputs, recomputation, number)
 
     def _is_checkpointable(self, funcs: Sequence[Callable[[Any], Any]]) -> bool:
         """Whether the activations of a piece made of these layers are recomputed. Subclasses may decide otherwise."""

@@ -15,6 +15,7 @@ from deepspeed import comm
 from deepspeed.accelerator.seeds import set_random_seed
 from deepspeed.errors import PipelineError
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.pipe.forward import pass_seed
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.topology.grid import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 from tests.support.ranks import run_ranks
@@ -80,7 +81,7 @@ def _reference() -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
         values.update({f"{index}.{name}": value for name, value in block.state_dict().items()})
     hidden = embedding(_tokens())
     for index, block in enumerate(blocks, start=1):
-        set_random_seed(1234 + index)  # base_seed x first micro-batch + layer
+        set_random_seed(pass_seed(1234, 0, index))
         hidden = block(hidden)
     outputs = embedding.project(_double(hidden))
     outputs.square().mean().backward()

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from deepspeed.activations.checkpointing import checkpoint
-from deepspeed.pipe.forward import Recomputation, Stretch
+from deepspeed.pipe.forward import Recomputation, Stretch, pass_seed
 
 
 def _always(calls: Sequence[Callable[[Any], Any]]) -> bool:
@@ -24,12 +25,21 @@ def test_a_layer_gets_what_the_one_before_gave_as_its_single_argument() -> None:
     assert stretch(torch.ones(1), KEEP).item() == 3
 
 
-def test_each_layer_is_seeded_by_its_index_and_micro_batch() -> None:
+def test_each_layer_is_seeded_by_its_index_and_the_number_of_the_micro_batch() -> None:
     seeds: list[int] = []
     stretch = Stretch([torch.tanh, torch.tanh], first=5, seed=seeds.append, base_seed=100)
-    for _ in range(2):
-        stretch(torch.ones(1), KEEP)
-    assert seeds == [105, 106, 205, 206]
+    for number in (7, None, -1, None):
+        stretch(torch.ones(1), KEEP, number)
+    assert seeds == [pass_seed(100, number, layer) for number in (7, 0, -1, 1) for layer in (5, 6)]
+
+
+@pytest.mark.parametrize("base_seed", [0, 1, 1234, 2**40])
+def test_no_two_passes_are_seeded_alike(base_seed: int) -> None:
+    far = 10**9  # base seed x number would leave numpy's range
+    numbers = [*range(-8, 64), *range(far, far + 64)]
+    seeds = [pass_seed(base_seed, number, layer) for number in numbers for layer in range(50)]
+    assert len(set(seeds)) == len(seeds)
+    assert 0 <= min(seeds) <= max(seeds) < 2**32
 
 
 def test_a_recomputed_piece_sees_the_seeds_of_its_own_micro_batch() -> None:
@@ -38,10 +48,11 @@ def test_a_recomputed_piece_sees_the_seeds_of_its_own_micro_batch() -> None:
     stretch = Stretch([linear], first=0, seed=seeds.append, base_seed=10)
     recomputing = Recomputation(1, checkpoint, _always)
     first, second = (stretch(torch.ones(1), recomputing) for _ in range(2))
-    assert seeds == [10, 20]
+    wanted = [pass_seed(10, number, 0) for number in (0, 1)]
+    assert seeds == wanted
     first.backward()
     second.backward()
-    assert seeds == [10, 20, 10, 20]
+    assert seeds == wanted * 2
 
 
 def test_pieces_of_the_interval_are_recomputed_where_it_is_worthwhile() -> None:
