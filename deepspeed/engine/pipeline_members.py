@@ -5,12 +5,14 @@ Does not live here: batches (`engine.pipeline`), questions that all engines answ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from deepspeed.config.batch import BatchSizes
 from deepspeed.data import RepeatingLoader
 from deepspeed.engine.members import CompatibleMembers
+from deepspeed.engine.stage_weights import StageWeights
+from deepspeed.engine.whole_weights import WholeWeights
 from deepspeed.errors import ArgumentError, PipelineError
 
 if TYPE_CHECKING:
@@ -136,11 +138,10 @@ class PipelineMembers(CompatibleMembers):
         """Refuse, as `no_sync`."""
         raise PipelineError(f"{_ONLY_TRAIN_BATCH} Its gradients are reduced once per batch as it is.")
 
-    def save_16bit_model(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse: this rank has one stage of the model."""
-        raise PipelineError(
-            "save_16bit_model() of a pipeline: each rank has one stage. Call save_checkpoint(), and zero_to_fp32.py in its "
-            "folder, which brings all layers together."
-        )
+    # -- the whole model ----------------------------------------------------------------------------------------------
 
-    save_fp16_model = save_16bit_model
+    def _weights_of(self, state_dict: Mapping[str, Any]) -> StageWeights:
+        parts = self._parts
+        own = {name: value for name, value in state_dict.items() if name not in parts.stage.stored_elsewhere}
+        weights = WholeWeights(self.module, own, parts.partition.sharded, getattr(state_dict, "_metadata", None))
+        return StageWeights(weights, parts.mesh, parts.device)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from deepspeed.checkpoint.agreement import ranks_of, together
 from deepspeed.checkpoint.export.model_file import write_model_file
+from deepspeed.engine.stage_weights import StageWeights
 from deepspeed.engine.weights import some_names
 from deepspeed.engine.whole_weights import WholeWeights
 from deepspeed.errors import ArgumentError, CheckpointError
@@ -104,12 +105,13 @@ class WholeModelMembers:
         """
         is_first = self._parts.mesh.rank == 0
         state_dict = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
-        weights = WholeWeights(self.module, state_dict, self._parts.partition.sharded)
+        weights = self._weights_of(state_dict)
         kept = {name: value.to("cpu", copy=True) for name, value in weights.values() if is_first}
         if not is_first:
             return None
         whole = copy.copy(state_dict)  # with its class and its attribute `_metadata`
         whole.update({name: kept[entry.names[0]] for entry in weights.entries for name in entry.names})
+        whole.update(weights.others)
         return whole
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
@@ -157,15 +159,15 @@ class WholeModelMembers:
                 '{"stage3_gather_16bit_weights_on_model_save": true}, or use save_checkpoint().'
             )
         state_dict = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
-        weights = WholeWeights(self.module, state_dict, self._parts.partition.sharded)
+        weights = self._weights_of(state_dict)
         values = weights.values()
         ranks = ranks_of(self._parts.mesh.rank, self._parts.mesh.world_size)
 
         def take_part() -> None:
             try:
                 if ranks.rank == 0:
-                    path, metadata = Path(save_dir, save_filename), getattr(state_dict, "_metadata", None)
-                    write_model_file(path, weights.entries, values, others=weights.others, metadata=metadata)
+                    path = Path(save_dir, save_filename)
+                    write_model_file(path, weights.entries, values, others=weights.others, metadata=weights.metadata)
             finally:
                 for _ in values:  # a rank that does not write, or cannot, still has to gather with the others
                     pass
@@ -174,3 +176,8 @@ class WholeModelMembers:
         return True
 
     save_fp16_model = save_16bit_model
+
+    def _weights_of(self, state_dict: Mapping[str, Any]) -> WholeWeights | StageWeights:
+        """What goes into the file of the whole model, from this rank's state dict. Collective."""
+        metadata = getattr(state_dict, "_metadata", None)
+        return WholeWeights(self.module, state_dict, self._parts.partition.sharded, metadata)

@@ -21,13 +21,20 @@ __all__ = ["WholeWeights"]
 class WholeWeights:
     """What a state dict holds, tied names together."""
 
-    def __init__(self, module: nn.Module, state_dict: Mapping[str, Any], flats: Sequence[FlatGroup]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        state_dict: Mapping[str, Any],
+        flats: Sequence[FlatGroup],
+        metadata: Mapping[str, Any] | None,
+    ) -> None:
         """Describe a state dict.
 
         Args:
             module: the model.
             state_dict: of `module`; parameters of `flats` may be empty in it.
             flats: the groups of sharded parameters.
+            metadata: `_metadata` of the whole state dict.
         """
         self._flats = flats
         self._shapes = {
@@ -39,6 +46,10 @@ class WholeWeights:
         self._whole: dict[str, Tensor] = {}
         self.others: dict[str, Any] = {}
         """Entries that are no tensors."""
+
+        self.metadata = metadata
+        """Versions of modules, as `load_state_dict` looks for them."""
+
         found: dict[Hashable, ModelEntry] = {}
         for name, value in state_dict.items():
             if not isinstance(value, Tensor):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from deepspeed.errors import CheckpointError
@@ -252,3 +253,60 @@ def _evaluate(rank: int, _world_size: int) -> Any:
 
 def test_evaluation_gives_losses_and_outputs_where_they_were_asked_for() -> None:
     run_ranks(_evaluate, 4)
+
+
+# -- the weights alone --------------------------------------------------------------------------------------------------
+
+
+def _weights_alone(rank: int, _world_size: int, folder: str, place: Place) -> dict[str, Tensor]:
+    described = layers(4, frozen=(2,), dtype=torch.float32)
+    described.insert(4, Counting())
+    schedule = "interleaved" if place.chunks > 1 else "1f1b"
+    blocks = {**zero(place.zero_stage), "bf16": {"enabled": True}, "pipeline": {"schedule": schedule}}
+    engine = make_pipeline(described, place.stages, config(2, 2, **blocks), optimizer=ADAM, num_chunks=place.chunks)
+    train_pipeline(engine, token_batches(2, 2, place.data_ranks))
+    for counting in _counting(engine):
+        counting.note = "saved"
+    assert engine.save_16bit_model(folder, "whole.bin")
+    assert engine.save_16bit_model(folder, "trained.bin", exclude_frozen_parameters=True)
+    with pytest.raises(CheckpointError, match="_extra_state"):
+        engine.save_16bit_model(folder, "whole.safetensors")
+    whole = engine._consolidated_16bit_state_dict()
+    assert (whole is None) == (rank > 0)
+    if whole is not None:
+        Whole(described).load_state_dict(whole, strict=True)
+    return {name: value for name, value in engine.module.state_dict().items() if isinstance(value, Tensor)}
+
+
+@pytest.mark.parametrize(
+    "place", [Place(1, 1, 0), Place(2, 2, 1), Place(3, 1, 0), Place(2, 1, 1, 2)], ids=lambda each: each.name
+)
+def test_the_weights_of_all_stages_are_one_file(place: Place, tmp_path: Path) -> None:
+    of_ranks = run_ranks(_weights_alone, place.ranks, str(tmp_path), place)
+    whole = Whole(_described()).to(torch.bfloat16)
+    found = torch.load(tmp_path / "whole.bin", weights_only=True)
+    assert found.keys() == whole.state_dict().keys()
+    assert found["4._extra_state"] == {"note": "saved"}
+    assert found["4.seen"] == 4
+    for values in of_ranks:
+        for name, value in values.items():
+            assert value.dtype == found[name].dtype
+            assert torch.equal(value, found[name]), name
+    whole.load_state_dict(found, strict=True)
+    trained = torch.load(tmp_path / "trained.bin", weights_only=True)
+    assert found.keys() - trained.keys() == {name for name, param in whole.named_parameters() if not param.requires_grad}
+
+
+def _cannot_write(rank: int, _world_size: int, folder: str) -> None:
+    engine = make_pipeline(layers(3), 3, config(2, 2), optimizer=ADAM)
+    Path(folder, "file").touch()
+    with pytest.raises(CheckpointError, match=r"could not write the model's weights into .*file/m\.bin"):
+        engine.save_16bit_model(f"{folder}/file", "m.bin")
+    assert engine.save_16bit_model(folder, "m.safetensors")
+    train_pipeline(engine, token_batches(1, 2, 1))
+
+
+def test_weights_that_cannot_be_written_are_one_error_on_all_stages(tmp_path: Path) -> None:
+    run_ranks(_cannot_write, 3, str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "m.safetensors"]
+    assert load_file(tmp_path / "m.safetensors").keys() == Whole(layers(3)).state_dict().keys()
