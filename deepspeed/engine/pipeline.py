@@ -10,8 +10,9 @@ A `PipelineEngine` is a `DeepSpeedEngine` of this stage's layers over the data-p
 does not know of the others comes to it with activations, gradients, and a few small collectives per batch.
 
 [Note: failures] What a rank raises inside a batch leaves its neighbours waiting. So it is told to all ranks, which raise it
-too (`comm.watch`, told failures), and the engine is of no more use: messages of that batch are still on their way. A rank
-that is alone drops what the batch has left, and goes on.
+too (`comm.watch`, told failures), and the engine is of no more use: messages of that batch are still on their way. Ranks
+hear of it where they wait, so every batch ends in a collective of all ranks: that of its loss, or one for nothing else. A
+rank that is alone drops what the batch has left, and goes on.
 
 Does not live here: building (`engine.build`), doors for other names (`engine.pipeline_members`).
 """
@@ -33,6 +34,7 @@ from deepspeed.common.pytree import map_tensors, tensors
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.pipeline_batch import BatchRun
 from deepspeed.engine.pipeline_data import Announced, BatchSource
+from deepspeed.engine.pipeline_losses import LossSums
 from deepspeed.engine.pipeline_members import PipelineMembers
 from deepspeed.engine.report import BACKWARD, FORWARD, STEP
 from deepspeed.errors import NonFiniteError, PipelineError
@@ -75,7 +77,8 @@ class PipelineEngine(PipelineMembers, DeepSpeedEngine):
         self._forgets = False
         self._failure = ""
         self._is_trained = self._any_stage_trains()
-        self._loss: tuple[Tensor, Any] | None = None
+        self._losses = LossSums(mesh, parts.device)
+        self._batch_losses: Sequence[Tensor] = ()
         self.total_loss: Tensor | None = None
         self.agg_train_loss: Tensor | None = None
 
@@ -119,12 +122,13 @@ class PipelineEngine(PipelineMembers, DeepSpeedEngine):
         parts.report.throughput.start()
         parts.accumulation.loss_factor(scale_wrt_gas=True)  # losses are as they are; the update divides
         parts.loss_guard.open()
+        self._losses.begin()
         run = self._batch_run(batch, self._numbers(len(batch.micro_batches)), defers_weights=self._schedule == "zero_bubble")
         with self._telling(run), self.coalesced():
             self._carry_out(run, self._schedule, len(batch.micro_batches))
         with self._telling(run):
             run.doing = "update"
-            self._loss = self._start_loss(run.losses)
+            self._batch_losses = run.losses
             self._update({})
         parts.accumulation.advance(len(batch.micro_batches))
         parts.report.throughput.stop(global_step=True)
@@ -138,34 +142,13 @@ class PipelineEngine(PipelineMembers, DeepSpeedEngine):
             yield
 
     def _report(self) -> None:
-        assert self._loss is not None  # train_batch
-        count = self._parts.batch.accumulation
-        self.total_loss = self._finish_loss(self._loss)
-        self.agg_train_loss = self.total_loss / count
-        self._parts.report.add_loss(self.agg_train_loss, 1.0)
+        report = self._parts.report
+        self.total_loss = self._losses.total(self._batch_losses)  # after the update: its failures stop all ranks here
+        self.agg_train_loss = self.total_loss / self._parts.batch.accumulation
+        report.add_loss(self.agg_train_loss, 1.0)
+        if report.is_due(self.global_steps):
+            report.more = self._losses.others()
         super()._report()
-
-    def _start_loss(self, losses: Sequence[Tensor]) -> tuple[Tensor, Any]:
-        """Start to add up the losses over all ranks; those of other stages than the last have none."""
-        parts = self._parts
-        ranks = parts.mesh.pipe_data
-        sums = torch.zeros(2, dtype=self._wide, device=parts.device)
-        if losses:
-            sums[0] = torch.stack(list(losses)).sum(dtype=self._wide)
-            sums[1] = float(losses[0].dtype == torch.float64)
-        work = comm.all_reduce(sums, group=ranks.group, async_op=True) if ranks.size > 1 else None
-        return sums, work
-
-    def _finish_loss(self, started: tuple[Tensor, Any]) -> Tensor:
-        sums, work = started
-        if work is not None:
-            work.wait()
-        total = sums[0] / self._parts.mesh.data_parallel.size
-        return total if self._wide == torch.float64 and bool(sums[1]) else total.float()
-
-    @property
-    def _wide(self) -> torch.dtype:
-        return torch.float32 if self._parts.device.type == "mps" else torch.float64
 
     # -- evaluation ---------------------------------------------------------------------------------------------------
 
@@ -201,8 +184,11 @@ class PipelineEngine(PipelineMembers, DeepSpeedEngine):
         reduced: Any = results
         if reduce_output is not None:
             with self._telling(run):
+                run.doing = "reduction of what the evaluation gave"
                 count = num_micro_batches or self.micro_batches
-                reduced = self._reduced(results, count if reduce_output == "avg" else 1, of_loss=compute_loss)
+                reduced = self._reduced(results, count, reduce_output, of_loss=compute_loss)
+        if reduce_output is None or not compute_loss:
+            self._meet(run)
         result = reduced if self.is_last_stage() or (compute_loss and bcast_loss and reduce_output is not None) else None
         if not return_logits:
             return result
@@ -211,6 +197,7 @@ class PipelineEngine(PipelineMembers, DeepSpeedEngine):
     def inference_batch(self, data_iter: Iterator[Any] | None, num_micro_batches: int | None = None) -> list[Any] | None:
         """The last stage's outputs by micro-batch, None on other stages; labels are not looked at. Collective."""
         run = self._evaluate(data_iter, num_micro_batches, has_loss=False, keeps=True)
+        self._meet(run)
         return run.outputs if self.is_last_stage() else None
 
     def _evaluate(self, data_iter: Iterator[Any] | None, count: int | None, *, has_loss: bool, keeps: bool) -> BatchRun:
@@ -222,6 +209,11 @@ class PipelineEngine(PipelineMembers, DeepSpeedEngine):
             with self._telling(run):
                 self._carry_out(run, "inference", count)
         return run
+
+    def _meet(self, run: BatchRun) -> None:
+        """[Note: failures]: a stage may be done when a later one fails."""
+        with self._telling(run):
+            self._losses.meet()
 
     @contextmanager
     def _in_eval_mode(self) -> Iterator[None]:
@@ -235,11 +227,15 @@ class PipelineEngine(PipelineMembers, DeepSpeedEngine):
                 if module.training != mode:
                     module.train(mode)
 
-    def _reduced(self, results: list[Any], divisor: int, *, of_loss: bool) -> Any:
-        """The sum over micro-batches, divided; the mean over data-parallel ranks. That of losses is known to all stages."""
+    def _reduced(self, results: list[Any], count: int, how: Literal["avg", "sum"], *, of_loss: bool) -> Any:
+        """The sum or mean over micro-batches; the mean over data-parallel ranks. That of losses is known to all stages."""
         data = self._parts.mesh.data_parallel
+        divisor = count if how == "avg" else 1
         if of_loss:
-            return self._finish_loss(self._start_loss(results)) / divisor
+            self._losses.begin()
+            total = self._losses.total(results)
+            self._parts.report.write_now("Train/Samples/eval_loss", total / count, self.global_samples)
+            return total / divisor
         if not self.is_last_stage():
             return None
         total = results[0]
@@ -364,6 +360,8 @@ class _Compute:
         source = "the last layer" if loss_fn is None else "loss_fn"
         with self._engine._autocast():
             loss = outputs if loss_fn is None else loss_fn(outputs, labels)
+        if torch.is_grad_enabled():
+            self._engine._losses.note_others(self._engine.module.get_additional_losses())
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise PipelineError(

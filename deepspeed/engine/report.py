@@ -79,6 +79,8 @@ class StepReport:
         self._mark_memory = mark_memory if config.memory_breakdown else None
         self._loss_sum: Tensor | None = None
         self._losses = 0
+        self.more: dict[str, float] = {}
+        """Other values of the step that ends, by name; reported beside its loss."""
 
     def mark(self, label: str) -> None:
         """Report memory under `label` when `memory_breakdown` is on."""
@@ -111,13 +113,18 @@ class StepReport:
     def step_done(self, summary: StepSummary) -> None:
         """Write one reported step."""
         if self._is_printed(summary.global_step):
-            log_dist(_line(summary))
+            log_dist(_line(summary, self.more))
         if self.monitor.enabled:
             self.monitor.write_events(self._events(summary))
 
+    def write_now(self, name: str, value: Tensor, global_samples: int) -> None:
+        """Hand one value to the monitor. It is read where a writer is."""
+        if self.monitor.writers:
+            self.monitor.write_events([(name, float(value), global_samples)])
+
     def close_window(self) -> None:
         """Forget the losses of the step that ended, reported or not."""
-        self._loss_sum, self._losses = None, 0
+        self._loss_sum, self._losses, self.more = None, 0, {}
 
     def log_timers(self, global_step: int) -> None:
         """Log the step's timers; they start again at zero."""
@@ -129,6 +136,7 @@ class StepReport:
     def _events(self, s: StepSummary) -> list[tuple[str, float, int]]:
         values: dict[str, float | None] = {
             "Train/Samples/train_loss": s.loss,
+            **{f"Train/Samples/{name}": value for name, value in self.more.items()},
             "Train/Samples/lr": s.lr[0] if s.lr else None,
             "Train/Samples/loss_scale": s.loss_scale,
             "Train/Samples/grad_norm": s.grad_norm,
@@ -140,10 +148,11 @@ class StepReport:
         return [(name, value, s.global_samples) for name, value in values.items() if value is not None]
 
 
-def _line(s: StepSummary) -> str:
+def _line(s: StepSummary, more: dict[str, float]) -> str:
     parts = [f"step={s.global_step}", f"skipped={s.skipped_steps}", f"lr={s.lr}", f"mom={s.mom}"]
     if s.loss is not None:
         parts.append(f"loss={s.loss:.6g}")
+    parts += [f"{name}={value:.6g}" for name, value in more.items()]
     if s.grad_norm is not None:
         parts.append(f"grad_norm={s.grad_norm:.4g}")
     if s.loss_scale is not None:

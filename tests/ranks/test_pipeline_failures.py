@@ -237,6 +237,61 @@ def test_a_failure_that_is_heard_while_a_batch_begins_is_an_error_of_the_pipelin
     run_ranks(_told_at_the_start, 2, env=ENV)
 
 
+class Refusing(nn.Module):
+    """Fails in evaluation alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            raise ValueError("a bad evaluation")
+        return x
+
+
+EVALUATIONS: dict[str, Callable[[Any, Iterator[Any]], Any]] = {
+    "inference": lambda engine, data: engine.inference_batch(data, num_micro_batches=1),
+    "each loss": lambda engine, data: engine.eval_batch(data, reduce_output=None, num_micro_batches=1),
+    "mean of outputs": lambda engine, data: engine.eval_batch(data, compute_loss=False, num_micro_batches=1),
+    "loss of the last stage": lambda engine, data: engine.eval_batch(data, bcast_loss=False, num_micro_batches=1),
+}
+
+
+def _failing_evaluation(rank: int, _world_size: int, how: str) -> str:
+    described = layers(3, tied=False)
+    described.insert(5, Refusing())
+    engine = make_pipeline(described, 2, config(2, 2), optimizer=SGD, partition_method=[1, 0, 0, 0, 0, 1, 0])
+    data = engine.get_data_parallel_rank()
+    engine.train_batch(iter(_micro_batches(2, data)))
+    with pytest.raises(PipelineError) as caught:
+        EVALUATIONS[how](engine, iter(_micro_batches(1, data)))
+    with pytest.raises(PipelineError, match="this engine stopped in an earlier batch"):
+        engine.train_batch(iter(_micro_batches(2, data)))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("how", EVALUATIONS)
+def test_an_exception_in_an_evaluation_is_raised_by_stages_that_were_done_with_it(how: str) -> None:
+    for text in run_ranks(_failing_evaluation, 4, how, env=ENV):
+        assert "stage 1 (rank " in text
+        assert "failed in the forward of micro-batch 0: ValueError: a bad evaluation" in text
+
+
+def _failing_update(rank: int, _world_size: int) -> str:
+    class Faulty(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            if rank == 0:
+                raise MemoryError("no room for the moments")
+            return super().step(closure)
+
+    engine = make_pipeline(layers(2), 2, config(2, 2), optimizer=lambda params: Faulty(params, lr=0.1))
+    with pytest.raises(PipelineError) as caught:
+        engine.train_batch(iter(_micro_batches(2)))
+    return str(caught.value)
+
+
+def test_an_exception_in_the_update_of_one_stage_is_raised_by_all_in_the_same_batch() -> None:
+    for text in run_ranks(_failing_update, 2, env=ENV):
+        assert "stage 0 (rank 0) failed in the update: MemoryError: no room for the moments" in text
+
+
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
