@@ -40,6 +40,7 @@ from deepspeed.engine.report import BACKWARD, FORWARD, STEP
 from deepspeed.errors import NonFiniteError, PipelineError
 from deepspeed.pipe.carriers import MessageCarriers
 from deepspeed.pipe.orders import OrderName, Work, order_of
+from deepspeed.pipe.ties import TiedBuffers
 from deepspeed.pipe.traffic import Place, arrivals
 from deepspeed.pipe.transport import Transport
 
@@ -68,9 +69,10 @@ class PipelineEngine(PipelineMembers, DeepSpeedEngine):
             module.set_checkpoint_interval(parts.config.pipeline.activation_checkpoint_interval)
         self._place = Place(axis.rank, axis.size, module.num_chunks)
         is_tagged = get_accelerator().communication_backend_name() == "gloo"
-        carriers = MessageCarriers(mesh, is_tagged=is_tagged)
+        carriers = MessageCarriers(mesh, parts.device, chunks=module.num_chunks, is_tagged=is_tagged)
         self._transport = Transport(carriers, parts.device, is_dynamic=module.dynamic_shape)
         self._source = BatchSource(mesh, parts.device)
+        self._tied_buffers = TiedBuffers.of(module.tie_groups, dict(module.tied_modules.items()))
         self._compute = _Compute(self)
         self._orders: dict[tuple[str, int], list[tuple[Work, ...]]] = {}
         self._iterator: Iterator[Any] | None = None
@@ -285,6 +287,8 @@ class PipelineEngine(PipelineMembers, DeepSpeedEngine):
     def _carry_out(self, run: BatchRun, schedule: OrderName, count: int) -> None:
         orders = self._orders_of(schedule, count)
         run.carry_out(orders[self._place.stage], arrivals(self._place, orders.__getitem__))
+        for tied in self._tied_buffers:
+            tied.follow_owner()
 
     def _orders_of(self, schedule: OrderName, count: int) -> list[tuple[Work, ...]]:
         """The order of each stage."""

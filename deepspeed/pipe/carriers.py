@@ -8,16 +8,22 @@ Lives here: messages of the back end. Called by `pipe.transport`.
 [Note: lines that block each other] Back ends of devices carry what two ranks send each other in the order of the calls. If
 both first send and then receive on one communicator, neither send begins. So there each line between two ranks has a
 communicator of its own; gloo tells lines apart by tags.
+
+[Note: opening lines] Such back ends make a communicator at its first message, and the call blocks the host until the other
+end calls too, even a send that would not wait. Stages that each send first, in a circle as `interleaved` has it, would wait
+for each other for ever. So one byte goes over each line at the start, in one order of all lines.
 """
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from deepspeed import comm
-from deepspeed.pipe.traffic import Line
+from deepspeed.comm.watch import naming
+from deepspeed.pipe.traffic import Line, lines
 from deepspeed.topology.mesh import ParallelMesh
 
 __all__ = ["Carrier", "MessageCarrier", "MessageCarriers", "Pending"]
@@ -76,16 +82,28 @@ class MessageCarriers:
 
     Args:
         mesh: of the ranks.
+        device: where tensors are.
+        chunks: parts of the model per stage.
         is_tagged: the back end tells lines of one group apart by tags (gloo).
     """
 
-    def __init__(self, mesh: ParallelMesh, *, is_tagged: bool) -> None:
+    def __init__(self, mesh: ParallelMesh, device: torch.device, *, chunks: int, is_tagged: bool) -> None:
         self._axis = mesh.axis("pipe")
         self._groups: dict[tuple[str, bool], Any] = {}
         if not is_tagged and self._axis.size > 1:  # [Note: lines that block each other]
             for kind in _KINDS:
                 for goes_up in (False, True):
                     self._groups[kind, goes_up] = mesh.new_group_along("pipe")
+            for line in lines(self._axis.size, chunks):
+                self._open(line, device)
+
+    def _open(self, line: Line, device: torch.device) -> None:
+        """[Note: opening lines]. Blocks until the other end is there."""
+        if self._axis.rank not in (line.source, line.destination):
+            return
+        carrier, byte = self(line), torch.zeros(1, dtype=torch.uint8, device=device)
+        with naming(f"opening of the line from stage {line.source} to stage {line.destination}"):
+            (carrier.send(byte) if self._axis.rank == line.source else carrier.receive(byte)).wait()
 
     def __call__(self, line: Line) -> MessageCarrier:
         """The carrier of a line that this rank is one end of."""

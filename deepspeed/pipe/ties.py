@@ -3,17 +3,22 @@
     stage 0 [embed] .. stage 3 [embed]      data-parallel rank 0:  ranks 0 and 6       a tie's group joins the ranks of its
      ranks  0  1        ranks  6  7         data-parallel rank 1:  ranks 1 and 7       stages that have the same other places
 
-Lives here: the ties of a list of layers, their groups, the first values. Does not live here: summing gradients, which the
-engine does over shards, and `PipelineModule.allreduce_tied_weight_gradients` for those who train without it.
+Parameters stay equal because every copy takes the same step. Buffers that belong to the model's state (persistent ones) are
+the first stage's after every batch: what the other uses of the module left in theirs is dropped, since a copy cannot know
+in which order one module would have seen them all. Buffers that are no state are each stage's own.
+
+Lives here: the ties of a list of layers, their groups, the first values, buffers. Does not live here: summing gradients,
+which the engine does over shards, and `PipelineModule.allreduce_tied_weight_gradients` for those who train without it.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from deepspeed import comm
 from deepspeed.errors import PipelineError
@@ -21,7 +26,15 @@ from deepspeed.pipe.specs import Layer, TiedLayerSpec
 from deepspeed.topology.grid import ProcessTopology
 from deepspeed.topology.mesh import AxisGroup, ParallelMesh
 
-__all__ = ["TieGroup", "first_specs", "join_ties", "require_no_hidden_ties", "share_first_values", "stages_of_ties"]
+__all__ = [
+    "TieGroup",
+    "TiedBuffers",
+    "first_specs",
+    "join_ties",
+    "require_no_hidden_ties",
+    "share_first_values",
+    "stages_of_ties",
+]
 
 
 @dataclass(frozen=True)
@@ -98,11 +111,71 @@ def share_first_values(ties: Sequence[TieGroup], modules: Mapping[str, nn.Module
     for tie in ties:
         if tie.axis is None:
             continue
-        with torch.no_grad():
-            for tensor in (*modules[tie.key].parameters(), *modules[tie.key].buffers()):
-                values = tensor.detach().contiguous()
-                comm.broadcast(values, src=tie.axis.ranks[0], group=tie.axis.group)
-                tensor.copy_(values)
+        for tensor in (*modules[tie.key].parameters(), *modules[tie.key].buffers()):
+            _take_from_owner(tensor, tie.axis)
+
+
+def _take_from_owner(tensor: Tensor, axis: AxisGroup) -> None:
+    with torch.no_grad():
+        values = tensor.detach().contiguous()
+        comm.broadcast(values, src=axis.ranks[0], group=axis.group)
+        tensor.copy_(values)
+
+
+class TiedBuffers:
+    """The persistent buffers of one tie's copies.
+
+    Args:
+        axis: the ranks that hold the copies.
+        key: of the tie.
+        module: this rank's copy.
+    """
+
+    def __init__(self, axis: AxisGroup, key: str, module: nn.Module) -> None:
+        self._axis = axis
+        self._key = key
+        self._module = module
+        held = module.state_dict(keep_vars=True)
+        self._names = [name for name, _ in module.named_buffers() if name in held]
+        self._seen = self._now()
+
+    @classmethod
+    def of(cls, ties: Sequence[TieGroup], modules: Mapping[str, nn.Module]) -> tuple[TiedBuffers, ...]:
+        """Those of the ties that this rank has a part in, where there are any."""
+        here = [(tie.axis, tie.key) for tie in ties if tie.axis is not None]
+        found = (cls(axis, key, modules[key]) for axis, key in here)
+        return tuple(each for each in found if each._names)
+
+    def follow_owner(self) -> None:
+        """Give every copy the owner's values where any has changed. Collective over the axis, and blocks.
+
+        Raises:
+            PipelineError: on all ranks of the axis, the copies have come to differ in shape or type.
+        """
+        now = self._now()
+        has_changed = any(
+            one is not other or one.is_inference() or before != after
+            for (one, before), (other, after) in zip(self._seen, now, strict=True)
+        )
+        look = zlib.crc32(repr([(tuple(tensor.shape), tensor.dtype) for tensor, _ in now]).encode())
+        told = torch.tensor([int(has_changed), look, -look], device=now[0][0].device)
+        comm.all_reduce(told, op=comm.ReduceOp.MAX, group=self._axis.group)
+        changed, largest, least = told.tolist()
+        if largest != -least:
+            shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, (tensor, _) in zip(self._names, now, strict=True))
+            raise PipelineError(
+                f"buffers of the tied module {self._key!r} have come to differ in shape or dtype between its stages; here: "
+                f"{shapes}. Buffers that hold no state of the model need register_buffer(..., persistent=False)."
+            )
+        if changed:
+            for tensor, _ in now:
+                _take_from_owner(tensor, self._axis)
+        self._seen = self._now()
+
+    def _now(self) -> list[tuple[Tensor, int]]:
+        """Each buffer, and how often it has been changed in place."""
+        held = [self._module.get_buffer(name) for name in self._names]
+        return [(tensor, 0 if tensor.is_inference() else tensor._version) for tensor in held]
 
 
 def require_no_hidden_ties(layers: Sequence[Layer], stage_of: Sequence[int]) -> None:

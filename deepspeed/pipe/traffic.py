@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 
 from deepspeed.pipe.orders import Work
 
-__all__ = ["Kind", "Line", "Message", "Place", "arrivals"]
+__all__ = ["Kind", "Line", "Message", "Place", "arrivals", "lines"]
 
 Kind = Literal["activation", "gradient"]
 
@@ -99,3 +99,19 @@ def arrivals(place: Place, order_of_stage: Callable[[int], Sequence[Work]]) -> d
             if message is not None and message.line.destination == place.stage:
                 found.setdefault(message.line, []).append(message)
     return {line: tuple(messages) for line, messages in found.items()}
+
+
+def lines(stages: int, chunks: int = 1) -> tuple[Line, ...]:
+    """All lines of a pipeline, whatever its schedule, in an order in which all ranks may open them one after the other.
+
+    Each rank that goes through its own lines in this order, blocking in each until the other end is there too, comes to the
+    end: of all lines that are not open, the first finds both its ends waiting for it. Lines between different stages stand
+    side by side, so that they open together: a line of p stages does not take p times as long.
+    """
+    found: set[Line] = set()
+    for stage in range(stages):
+        place = Place(stage, stages, chunks)
+        works = [Work(kind, 0, chunk) for kind in ("F", "B") for chunk in range(chunks)]
+        made = [place.makes(work) for work in works]
+        found.update(message.line for message in made if message is not None and message.line.destination != stage)
+    return tuple(sorted(found, key=lambda line: (line.kind, line.source > line.destination, line.source % 2, line.source)))

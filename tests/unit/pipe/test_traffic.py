@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed.pipe.orders import OrderName, Work, order_of
-from deepspeed.pipe.traffic import Line, Message, Place, arrivals
+from deepspeed.pipe.traffic import Line, Message, Place, arrivals, lines
 
 Named = tuple[OrderName, int]
 _PLAIN: list[Named] = [("1f1b", 1), ("gpipe", 1), ("zero_bubble", 1), ("inference", 1)]
@@ -70,3 +70,35 @@ def test_a_gradient_answers_each_activation(named: Named, stages: int, micro_bat
                 kinds[made.line.kind] += 1
     cuts = (stages * chunks - 1) * micro_batches
     assert kinds == {"activation": cuts, "gradient": 0 if name == "inference" else cuts}
+
+
+def _rounds(order: tuple[Line, ...], stages: int) -> int:
+    """How many rounds it takes to open all lines when each stage opens its own in turn and blocks in each; -1: for ever."""
+    todo = [[line for line in order if stage in (line.source, line.destination)] for stage in range(stages)]
+    rounds = 0
+    while any(todo):
+        fronts = [own[0] for own in todo if own]
+        met = {line for line in fronts if fronts.count(line) == 2}
+        if not met:
+            return -1
+        todo = [own[1:] if own and own[0] in met else own for own in todo]
+        rounds += 1
+    return rounds
+
+
+@given(stages=st.integers(1, 12), chunks=st.integers(1, 4))
+def test_lines_can_be_opened_one_after_the_other_and_side_by_side(stages: int, chunks: int) -> None:
+    order = lines(stages, chunks)
+    assert len(set(order)) == len(order)
+    assert 0 <= _rounds(order, stages) <= 6  # even and odd, each kind, and the lines that close the circle
+
+
+@given(named=NAMED, stages=st.integers(1, 5), count=st.integers(1, 9))
+def test_every_message_of_every_order_has_its_line(named: Named, stages: int, count: int) -> None:
+    name, chunks = named
+    opened = set(lines(stages, chunks))
+    for stage in range(stages):
+        place = Place(stage, stages, chunks)
+        made = [place.makes(work) for work in order_of(name, stage, stages, count, chunks)]
+        used = {message.line for message in made if message is not None and message.line.destination != stage}
+        assert used <= opened
