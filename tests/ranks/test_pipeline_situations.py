@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import csv
 import functools
 import json
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import deepspeed
+from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import ArgumentError, CommError, PipelineError
 from tests.support.engines import config, masters, zero
 from tests.support.pipelines import Block, Head, Whole, layers, make_pipeline, own, token_batches, token_loss, train_pipeline
@@ -261,6 +263,48 @@ def test_batch_sizes_count_replicas_not_ranks() -> None:
     run_ranks(_batch_sizes, 4)
 
 
+def _changing_counts(rank: int, world_size: int, schedule: str) -> None:
+    described = layers(4)
+    counts = (4, 1, 6, 4, 2)
+    batches = [token_batches(len(counts), count, world_size // 2)[step] for step, count in enumerate(counts)]
+    reference = train_reference(Whole(described), SGD, batches, clip=0.3)
+    blocks = {**zero(1, reduce_bucket_size=100), "gradient_clipping": 0.3, "pipeline": {"schedule": schedule}}
+    chunks = 2 if schedule == "interleaved" else 1
+    engine = make_pipeline(described, 2, config(4, 2, **blocks), optimizer=SGD, num_chunks=chunks)
+    losses = []
+    for count, step in zip(counts, batches, strict=True):
+        engine.micro_batches = count
+        losses += train_pipeline(engine, [step])
+    assert losses == pytest.approx(reference.losses, abs=FP64_ROUNDING)
+    got = masters(engine)
+    assert relative_difference(got, {name: reference.weights[name] for name in got}) <= FP64_ROUNDING
+    assert (engine.micro_steps, engine.global_samples) == (sum(counts), sum(counts) * world_size)
+
+
+@pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 4), ("gpipe", 2), ("zero_bubble", 2), ("interleaved", 4)])
+def test_the_number_of_micro_batches_may_change_from_batch_to_batch(schedule: str, ranks: int) -> None:
+    run_ranks(_changing_counts, ranks, schedule)
+
+
+def _untagged(rank: int, _world_size: int, chunks: int) -> None:
+    """As on devices: a group for each kind and direction of messages, opened at the start."""
+    described = layers(4)
+    batches = token_batches(2, 4, 1)
+    reference = train_reference(Whole(described), SGD, batches)
+    schedule = "interleaved" if chunks > 1 else "1f1b"
+    net = deepspeed.pipe.PipelineModule(described, num_stages=3, num_chunks=chunks, loss_fn=token_loss)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(get_accelerator(), "communication_backend_name", lambda: "nccl")
+        settings = config(4, 2, pipeline={"schedule": schedule})
+        engine = deepspeed.initialize(model=net, config=settings, optimizer=SGD)[0]
+    assert train_pipeline(engine, batches) == pytest.approx(reference.losses, abs=FP64_ROUNDING)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_lines_of_back_ends_without_tags_have_groups_of_their_own(chunks: int) -> None:
+    run_ranks(_untagged, 3, chunks)
+
+
 def _differing_stages(rank: int, _world_size: int) -> str:
     clip = 1.0 if rank == 0 else 2.0
     with pytest.raises(CommError) as caught:
@@ -288,6 +332,55 @@ def _recomputed(rank: int, _world_size: int, schedule: str) -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 def test_layers_may_be_recomputed(schedule: str) -> None:
     run_ranks(_recomputed, 2, schedule)
+
+
+class Counted(Block):
+    """A block that counts its forwards."""
+
+    def __init__(self, seed: int, dtype: torch.dtype) -> None:
+        super().__init__(seed, dtype)
+        self.calls = 0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(hidden)
+
+
+def _counted(rank: int, _world_size: int, interval: int, only: list[str] | None) -> dict[str, int]:
+    described = layers(5, tied=False)
+    described[1:6] = [deepspeed.pipe.LayerSpec(Counted, n, torch.float64) for n in range(5)]
+    engine = make_pipeline(
+        described,
+        2,
+        config(3, 2, pipeline={"activation_checkpoint_interval": interval}),
+        optimizer=SGD,
+        partition_method="uniform",
+        checkpointable_layers=only,
+    )
+    assert engine.module.parts == [0, 4, 8], "embedding, blocks 1 to 3; blocks 4 and 5, norm, head"
+    batches = token_batches(1, 3, 1)
+    train_pipeline(engine, batches)
+    trained = {name: layer.calls for name, layer in engine.module.named_children() if isinstance(layer, Counted)}
+    engine.eval_batch(iter(next(own(batches, 0))))
+    for name, layer in engine.module.named_children():
+        assert not isinstance(layer, Counted) or layer.calls == trained[name] + 3
+    return trained
+
+
+@pytest.mark.parametrize(
+    ("interval", "only", "twice"),
+    [
+        (0, None, ""),
+        (1, None, "12345"),
+        (2, None, "12345"),
+        (2, ["Counted"], "2345"),
+        (3, ["Counted"], "3"),
+        (1, ["Head"], ""),
+    ],
+)
+def test_layers_of_recomputed_pieces_run_twice_and_others_once(interval: int, only: list[str] | None, twice: str) -> None:
+    first, last = run_ranks(_counted, 2, interval, only)
+    assert {**first, **last} == {name: 6 if name in twice else 3 for name in "12345"}
 
 
 def _copies(rank: int, _world_size: int) -> None:
@@ -320,6 +413,48 @@ def _timed(rank: int, _world_size: int) -> None:
 
 def test_a_pipeline_tells_its_times_and_its_memory() -> None:
     run_ranks(_timed, 2)
+
+
+class Telling(deepspeed.pipe.PipelineModule):
+    """Reports how large outputs are, beside the loss."""
+
+    size: Tensor
+
+    def get_additional_losses(self) -> dict[str, Tensor]:
+        return {"aux_size": self.size}
+
+
+def _monitored(rank: int, world_size: int, folder: str) -> tuple[list[float], list[float], float]:
+    def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
+        net.size = logits.detach().square().mean()
+        sizes.append(float(net.size))
+        return token_loss(logits, labels)
+
+    sizes: list[float] = []
+    net = Telling(layers(2), num_stages=2, loss_fn=loss_fn)
+    settings = config(3, 2, csv_monitor={"enabled": True, "output_path": folder, "job_name": "job"})
+    engine = deepspeed.initialize(model=net, config=settings, optimizer=SGD)[0]
+    batches = token_batches(2, 3, world_size // 2)
+    losses = train_pipeline(engine, batches)
+    trained = list(sizes)
+    evaluated = engine.eval_batch(iter(next(own(batches, engine.get_data_parallel_rank()))), reduce_output="sum")
+    engine.inference_batch(iter(next(own(batches, engine.get_data_parallel_rank()))))
+    return losses, trained, evaluated.item()
+
+
+def test_a_monitor_gets_losses_of_training_and_evaluation_and_those_beside_them(tmp_path: Path) -> None:
+    of_ranks = run_ranks(_monitored, 4, str(tmp_path))
+    losses, _, evaluated = of_ranks[0]
+    of_replicas = [sizes for _, sizes, _ in of_ranks if sizes]
+    means = [sum(sum(sizes[at : at + 3]) for sizes in of_replicas) / 6 for at in (0, 3)]
+    written = {
+        path.stem.removeprefix("Train_Samples_"): [tuple(map(float, row)) for row in list(csv.reader(path.open()))[1:]]
+        for path in (tmp_path / "job").iterdir()
+    }
+    assert written["train_loss"] == [(12.0, pytest.approx(losses[0])), (24.0, pytest.approx(losses[1]))]
+    assert written["aux_size"] == [(12.0, pytest.approx(means[0])), (24.0, pytest.approx(means[1]))]
+    assert written["eval_loss"] == [(24.0, pytest.approx(evaluated / 3))]
+    assert {"lr", "grad_norm"} < written.keys()
 
 
 class Noisy(nn.Module):
