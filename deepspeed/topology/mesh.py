@@ -8,6 +8,7 @@ the process-wide current mesh (`groups`). `deepspeed.initialize` builds it; the 
     data_parallel          replica x shard x expert              ranks that see different data
     expert_data_parallel   replica x shard                       of these, the ones that hold the same experts
     pipe_data              pipe x replica x shard x expert       ranks that together hold a model's gradients (ZeRO stage 1)
+    pipe_expert            pipe x expert                         ranks that together hold one copy of a model's weights
     zero_group             replica x shard x expert x sequence   ranks that hold the same weights outside experts:
                            sequence ranks see other tokens of the same data, so gradients are averaged over them too
 
@@ -41,8 +42,10 @@ AXES = ("pipe", "replica", "shard", "expert", "sequence", "tensor")
 _EXPERT_DATA = ("replica", "shard")
 _DATA = (*_EXPERT_DATA, "expert")
 _PIPE_DATA = ("pipe", *_DATA)
+_PIPE_EXPERT = ("pipe", "expert")
 _ZERO = (*_DATA, "sequence")
-_KEPT: tuple[tuple[str, ...], ...] = (*((axis,) for axis in AXES), _EXPERT_DATA, _DATA, _ZERO, _PIPE_DATA)
+_OTHERS = (("pipe",), ("sequence",), ("tensor",))
+_KEPT: tuple[tuple[str, ...], ...] = (*((axis,) for axis in AXES), _EXPERT_DATA, _DATA, _ZERO, _PIPE_DATA, _PIPE_EXPERT)
 
 _MPU_NAMES: dict[tuple[str, ...], tuple[str, ...]] = {
     ("pipe",): ("pipeline_model_parallel", "pipe_parallel"),
@@ -93,11 +96,11 @@ class ParallelMesh:
     """
 
     def __init__(self, grid: ProcessTopology, rank: int, adopted: Mapping[tuple[str, ...], AxisGroup]) -> None:
-        self.sizes = dict(zip(AXES, grid.dims, strict=True))
+        self.sizes = {axis: grid.get_dim(axis) for axis in AXES}
         self.rank = rank
         self.world_size = grid.world_size()
         self._grid = grid
-        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        made = {axis.ranks: axis.group for axis in adopted.values() if axis.size > 1}
         self._groups = {axes: adopted.get(axes) or _axis_group(grid, axes, rank, made) for axes in _KEPT}
 
     @classmethod
@@ -158,6 +161,8 @@ class ParallelMesh:
             for axes, group in given.items()
             if group is not None
         }
+        if ("pipe",) in adopted:
+            adopted[_PIPE_EXPERT] = adopted[("pipe",)]
         if _DATA in adopted:
             adopted[("replica",)] = adopted[_EXPERT_DATA] = adopted[_DATA]
             if grid.get_dim("pipe") == 1:
@@ -168,6 +173,37 @@ class ParallelMesh:
         if any(len(ranks) > 1 and axes not in adopted for axes, ranks in wanted.items()):
             _require_our_layout(wanted, adopted)
         return cls(grid, rank, adopted)
+
+    def with_experts(self, expert: int, *, is_slowest: bool = False) -> ParallelMesh:
+        """The same ranks and groups, with the data axis split: `expert` ranks along it hold different experts.
+
+        Every rank of the world must call it, on a mesh whose expert axis has size 1.
+
+            8 data ranks, expert=4    default       experts over 0-3 and 4-7, the same experts on 0 4, 1 5, 2 6, 3 7
+                                      is_slowest    experts over 0 2 4 6 and 1 3 5 7, the same on 0 1, 2 3, 4 5, 6 7
+
+        Args:
+            expert: how many; they see different data.
+            is_slowest: ranks that hold the same experts are neighbours, not those that hold different ones
+                (`use_data_before_expert_parallelism`).
+
+        Raises:
+            ArgumentError: they do not divide the data-parallel ranks.
+            UsageError: on all ranks, the groups were handed in by an mpu that numbers ranks otherwise.
+        """
+        data = self.data_parallel
+        assert self.sizes["expert"] == 1  # the callers' meshes are new
+        if expert < 1 or self.sizes["replica"] % expert:
+            raise ArgumentError(
+                f"experts over {expert} ranks (ep_size) do not divide the {data.size} data-parallel ranks. Use an ep_size "
+                f"that divides {data.size}, or start other ranks."
+            )
+        kept: dict[tuple[str, ...], AxisGroup] = {axes: self._groups[axes] for axes in (*_OTHERS, _DATA, _ZERO, _PIPE_DATA)}
+        sizes = {**self.sizes, "replica": self.sizes["replica"] // expert, "expert": expert}
+        order = ("pipe", "expert", "replica", "shard", "sequence", "tensor") if is_slowest else AXES
+        grid = ProcessTopology(order, [sizes[axis] for axis in order])
+        _require_our_layout({axes: tuple(grid.group_of(self.rank, axes)) for axes in _KEPT}, kept)
+        return ParallelMesh(grid, self.rank, kept)
 
     def axis(self, name: str) -> AxisGroup:
         """Return the ranks along one axis.
@@ -201,6 +237,11 @@ class ParallelMesh:
     def pipe_data(self) -> AxisGroup:
         """The data-parallel ranks of all stages: those that hold other parts of one model, or see other data."""
         return self._groups[_PIPE_DATA]
+
+    @property
+    def pipe_expert(self) -> AxisGroup:
+        """The stages and expert-parallel ranks that together hold one copy of the model's weights."""
+        return self._groups[_PIPE_EXPERT]
 
     @property
     def zero_group(self) -> AxisGroup:

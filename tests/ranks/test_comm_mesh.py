@@ -21,22 +21,37 @@ def _reached(group: AxisGroup) -> tuple[float, ...]:
 
 
 def _walk(rank: int, world_size: int, sizes: dict[str, int]) -> list[tuple[str, tuple[int, ...], tuple[float, ...]]]:
+    expert = sizes.pop("with_experts", 0)
     mesh = ParallelMesh.build(world_size, rank, **sizes)
+    if expert:
+        mesh = mesh.with_experts(abs(expert), is_slowest=expert < 0)
     named = {
         **{name: mesh.axis(name) for name in AXES},
         "data": mesh.data_parallel,
         "zero": mesh.zero_group,
         "expert data": mesh.expert_data_parallel,
+        "pipe expert": mesh.pipe_expert,
     }
     return [(name, group.ranks, _reached(group)) for name, group in named.items()]
 
 
 @pytest.mark.parametrize(
-    ("world_size", "sizes"), [(1, {}), (2, {}), (3, {}), (2, {"shard": 2}), (4, {"tensor": 2}), (4, {"pipe": 2, "shard": 2})]
+    ("world_size", "sizes"),
+    [
+        (1, {}),
+        (2, {}),
+        (3, {}),
+        (2, {"shard": 2}),
+        (4, {"tensor": 2}),
+        (4, {"pipe": 2, "shard": 2}),
+        (4, {"with_experts": 2}),
+        (4, {"with_experts": -2}),
+        (4, {"pipe": 2, "with_experts": 2}),
+    ],
 )
 def test_every_group_reaches_the_ranks_it_names(world_size: int, sizes: dict[str, int]) -> None:
     for rank, walked in enumerate(run_ranks(_walk, world_size, sizes)):
-        assert len(walked) == len(AXES) + 3
+        assert len(walked) == len(AXES) + 4
         for name, ranks, reached in walked:
             assert reached == ranks, name
             assert rank in ranks, name
@@ -87,6 +102,26 @@ def _adopt_strange_order(rank: int, world_size: int) -> str:
     except UsageError as error:
         return str(error)
     return "accepted"
+
+
+def _experts_of_a_strange_order(rank: int, world_size: int) -> str:
+    groups = {tuple(ranks): comm.new_group(list(ranks)) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))}
+    data, tensor = ((0, 1), (0, 2)) if rank == 0 else ((0, 1), (1, 3)) if rank == 1 else ((2, 3), (rank - 2, rank))
+    mpu = _Mpu(
+        data_parallel=AxisGroup(data, rank, groups[data]),
+        sequence_data_parallel=AxisGroup(data, rank, groups[data]),
+        model_parallel=AxisGroup(tensor, rank, groups[tensor]),
+    )
+    mesh = ParallelMesh.from_mpu(mpu)
+    try:
+        mesh.with_experts(2)
+    except UsageError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_experts_over_a_unit_with_ranks_in_another_order_are_refused_on_every_rank() -> None:
+    assert all("the mpu lacks groups that would have to be made" in text for text in run_ranks(_experts_of_a_strange_order, 4))
 
 
 def test_a_unit_with_ranks_in_another_order_is_refused_on_every_rank_together() -> None:

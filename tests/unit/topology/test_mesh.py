@@ -92,6 +92,40 @@ def test_the_named_groups_are_products_of_axes(pretend: Callable[..., None]) -> 
     assert set(mesh.expert_data_parallel.ranks) < set(mesh.data_parallel.ranks) < set(mesh.zero_group.ranks)
 
 
+@pytest.mark.parametrize(
+    ("is_slowest", "expert", "expert_data"), [(False, (6, 7), (1, 3, 5, 7)), (True, (3, 7), (4, 5, 6, 7))]
+)
+def test_experts_split_the_data_axis(
+    pretend: Callable[..., None], is_slowest: bool, expert: tuple[int, ...], expert_data: tuple[int, ...]
+) -> None:
+    pretend(7, 8)
+    before = ParallelMesh.build()
+    mesh = before.with_experts(2, is_slowest=is_slowest)
+    assert mesh.sizes == {**before.sizes, "replica": 4, "expert": 2}
+    assert mesh.axis("expert").ranks == mesh.pipe_expert.ranks == expert
+    assert mesh.axis("replica").ranks == mesh.expert_data_parallel.ranks == expert_data
+    assert mesh.data_parallel.group is mesh.zero_group.group is dist.group.WORLD
+
+
+def test_experts_leave_the_groups_of_a_pipeline_as_they_are(pretend: Callable[..., None], made: list[list[int]]) -> None:
+    pretend(5, 8)
+    before = ParallelMesh.build(pipe=2)
+    made.clear()
+    mesh = before.with_experts(4)
+    for one, other in ((mesh.axis("pipe"), before.axis("pipe")), (mesh.data_parallel, before.data_parallel)):
+        assert one.group is other.group
+    assert mesh.axis("expert").group is before.data_parallel.group
+    assert mesh.expert_data_parallel.ranks == (5,)
+    assert mesh.pipe_expert.group is dist.group.WORLD
+    assert made == []  # every one of them was there
+
+
+def test_experts_that_do_not_divide_the_data_ranks_are_refused(pretend: Callable[..., None]) -> None:
+    pretend(0, 6)
+    with pytest.raises(ArgumentError, match=r"experts over 4 ranks \(ep_size\) do not divide the 6 data-parallel ranks"):
+        ParallelMesh.build().with_experts(4)
+
+
 def test_a_thousand_ranks_know_their_places(pretend: Callable[..., None]) -> None:
     pretend(700, 1024)
     mesh = ParallelMesh.build(pipe=4, sequence=2, tensor=8)
