@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +35,10 @@ def expert_group_name(ep_size: int) -> str:
 class LocalExperts(nn.Module):
     """Modules named by their number in the whole layer and indexed by their place on this rank."""
 
-    def __init__(self, experts: Sequence[nn.Module], first: int = 0) -> None:
+    def __init__(self, experts: Sequence[nn.Module], first: int = 0, *, is_part: bool = False) -> None:
+        """Take the modules and the number of the first; `is_part`: other ranks hold the others."""
         super().__init__()
+        self._is_part = is_part
         for place, expert in enumerate(experts):
             self.add_module(str(first + place), expert)
 
@@ -58,6 +61,21 @@ class LocalExperts(nn.Module):
         for place, expert in enumerate(experts):
             self.add_module(str(first + place), expert)
 
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """As torch's, but experts that other ranks hold are no unexpected keys: whole state dicts load on every rank."""
+        found: list[str] = []
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, found, error_msgs)
+        unexpected_keys += [key for key in found if not (self._is_part and key[len(prefix) :].partition(".")[0].isdigit())]
+
 
 class Experts(nn.Module):
     """Deep copies of one expert, each run on its own stretch of rows.
@@ -72,17 +90,29 @@ class Experts(nn.Module):
     Attributes:
         deepspeed_experts: this rank's experts.
         num_local_experts: how many they are.
+        expert_group_name: as given.
     """
 
     def __init__(self, expert: nn.Module, num_local_experts: int = 1, expert_group_name: str | None = None) -> None:
         super().__init__()
         if num_local_experts < 1:
             raise ArgumentError(f"num_local_experts={num_local_experts}: a rank holds at least 1 expert.")
-        self.deepspeed_experts = LocalExperts([copy.deepcopy(expert) for _ in range(num_local_experts)])
+        self.expert_group_name = expert_group_name
+        copies = [copy.deepcopy(expert) for _ in range(num_local_experts)]
+        self.deepspeed_experts = LocalExperts(copies, is_part=self.is_spread)
         self.num_local_experts = num_local_experts
+        self.mark()
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether other ranks hold other experts of the layer."""
+        return self.expert_group_name not in (None, expert_group_name(1))
+
+    def mark(self) -> None:
+        """Put the marks on every parameter; the engine does so again, because a deep copy of a model has lost them."""
         for param in self.deepspeed_experts.parameters():
             param.allreduce = False  # type: ignore[attr-defined]
-            param.group_name = expert_group_name  # type: ignore[attr-defined]
+            param.group_name = self.expert_group_name  # type: ignore[attr-defined]
 
     def place(self, expert_rank: int) -> None:
         """Name the experts for this rank's position among the ranks that the layer's experts are spread over."""

@@ -121,7 +121,9 @@ def _experts_of_a_strange_order(rank: int, world_size: int) -> str:
 
 
 def test_experts_over_a_unit_with_ranks_in_another_order_are_refused_on_every_rank() -> None:
-    assert all("the mpu lacks groups that would have to be made" in text for text in run_ranks(_experts_of_a_strange_order, 4))
+    assert all(
+        "the mpu lacks groups that would have to be made" in text for text in run_ranks(_experts_of_a_strange_order, 4)
+    )
 
 
 def test_a_unit_with_ranks_in_another_order_is_refused_on_every_rank_together() -> None:

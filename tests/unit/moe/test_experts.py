@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -52,6 +54,27 @@ def test_each_expert_runs_on_its_own_rows_and_gets_a_gradient(rows_per_expert: t
     output.sum().backward()
     for count, expert in zip(rows_per_expert, experts.deepspeed_experts, strict=True):
         assert expert.bias.grad.tolist() == [count] * 5  # type: ignore[union-attr]
+
+
+def test_a_deep_copy_can_be_marked_again() -> None:
+    experts = copy.deepcopy(Experts(nn.Linear(4, 4), 2, expert_group_name(4)))
+    experts.mark()
+    assert {(p.allreduce, p.group_name) for p in experts.parameters()} == {(False, "ep_size_4")}  # type: ignore[attr-defined]
+
+
+def test_experts_are_spread_when_other_ranks_hold_others() -> None:
+    assert [Experts(nn.Linear(4, 4), 1, name).is_spread for name in (None, "ep_size_1", "ep_size_2")] == [False, False, True]
+
+
+def test_the_state_dict_of_a_whole_layer_loads_on_a_rank_with_some_of_its_experts() -> None:
+    whole, part = Experts(nn.Linear(4, 4), 4), Experts(nn.Linear(4, 4), 2, expert_group_name(2))
+    for param in whole.parameters():
+        nn.init.normal_(param)
+    part.place(1)
+    part.load_state_dict(whole.state_dict())
+    assert torch.equal(part.deepspeed_experts[0].weight, whole.deepspeed_experts[2].weight)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*deepspeed_experts.x.weight"):
+        part.load_state_dict({**whole.state_dict(), "deepspeed_experts.x.weight": torch.zeros(4, 4)})
 
 
 class GivesTwo(nn.Module):
