@@ -31,6 +31,7 @@ from deepspeed.config.load import load_config
 from deepspeed.elasticity.elasticity import ensure_immutable_elastic_config
 from deepspeed.engine.build import build_engine
 from deepspeed.engine.engine import DeepSpeedEngine
+from deepspeed.engine.experts import place_experts
 from deepspeed.engine.recording import StepRecorder
 from deepspeed.engine.request import EngineRequest
 from deepspeed.engine.resuming import resume_newest
@@ -100,6 +101,7 @@ def initialize(
     _join(distributed_port, dist_init_required)
     mesh = _mesh_of(model, mpu)
     parsed = _checked_config(source, mpu, mesh, mesh_param)
+    mesh = place_experts(model, mesh, data_first=parsed.use_data_before_expert_parallelism)
     _apply_to_process(parsed)
     parameters = None if model_parameters is None else list(model_parameters)
     adopt(parsed, mesh.axis("tensor"))

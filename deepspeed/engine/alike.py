@@ -26,6 +26,7 @@ from deepspeed.comm.divergence import shortened
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.blocks import blocks_of
 from deepspeed.config.root import MONITORS
+from deepspeed.engine.experts import name_on_rank
 from deepspeed.errors import CommError
 from deepspeed.topology.mesh import AxisGroup
 from deepspeed.zero.shard import whole_shape
@@ -42,14 +43,18 @@ class RanksDifferError(CommError):
 
 
 def description(config: DeepSpeedConfig, module: nn.Module, optimizer: Optimizer | None) -> list[str]:
-    """What ranks must have in common, a line each: `what: value`, in the order in which they would be used."""
-    names = {id(param): name for name, param in module.named_parameters()}
+    """What ranks must have in common, a line each: `what: value`, in the order in which they would be used.
+
+    Experts that are spread over ranks stand there by their place on a rank.
+    """
+    shown = name_on_rank(module)
+    names = {id(param): shown(name) for name, param in module.named_parameters()}
     lines = list(_config_lines(config))
-    for number, (name, param) in enumerate(module.named_parameters()):
-        kind = "trained" if param.requires_grad else "frozen"
+    for number, param in enumerate(module.parameters()):
+        name, kind = names[id(param)], "trained" if param.requires_grad else "frozen"
         lines.append(f"parameter {number}: {name!r}, shape {tuple(whole_shape(param))}, {param.dtype}, {kind}")
     for number, (name, buffer) in enumerate(module.named_buffers()):
-        lines.append(f"buffer {number}: {name!r}, shape {tuple(buffer.shape)}, {buffer.dtype}")
+        lines.append(f"buffer {number}: {shown(name)!r}, shape {tuple(buffer.shape)}, {buffer.dtype}")
     if optimizer is not None:
         lines.append(f"optimizer: {type(optimizer).__name__}")
         for number, group in enumerate(optimizer.param_groups):

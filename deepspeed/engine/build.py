@@ -26,9 +26,11 @@ from deepspeed.common.logging import get_logger
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.secrets import without_secrets
 from deepspeed.engine.alike import check_alike, common_description, description
+from deepspeed.engine.axes import ModelAxes
 from deepspeed.engine.basic_optimizer import choose_optimizer, choose_schedule
 from deepspeed.engine.checkpointing import Checkpointing
 from deepspeed.engine.engine import DeepSpeedEngine
+from deepspeed.engine.experts import gather_experts_together, is_name_of_experts, refuse_for_experts
 from deepspeed.engine.loader import build_loader
 from deepspeed.engine.partition import Partition, attach_gradient_stores, copy_from_first_rank, plan_partition
 from deepspeed.engine.parts import EngineParts
@@ -78,12 +80,15 @@ def _choose_parts(request: EngineRequest, terms: Terms) -> EngineParts:
     module.to(terms.device)
     keep_batch_norm_exact(module)
     _refuse_foreign_cast(module, terms.policy)
+    axes = ModelAxes.of(mesh, config.zero_optimization.stage)
     basic = choose_optimizer(request)
     optimizer = basic.optimizer if basic is not None else None
-    _make_alike(request, optimizer, terms)
+    if mesh.axis("expert").size > 1:
+        refuse_for_experts(config, optimizer)
+    _make_alike(request, optimizer, terms, axes)
     tier = optimizer_tier(config, mesh.data_parallel, terms.device, optimizer)
-    partition = plan_partition(module, config, mesh, terms.policy, optimizer, tier, request.stage)
-    attach_gradient_stores(partition, config, terms.policy, mesh, tier)
+    partition = plan_partition(module, config, axes, terms.policy, optimizer, tier, request.stage)
+    attach_gradient_stores(partition, config, terms.policy, tier)
     coordinator = _coordinator(module, config, partition)
     trained = None
     if basic is not None:
@@ -104,6 +109,7 @@ def _choose_parts(request: EngineRequest, terms: Terms) -> EngineParts:
         partition=partition,
         checkpointing=Checkpointing.of(config, mesh),
         stage=request.stage,
+        of_experts=is_name_of_experts(module),
         coordinator=coordinator,
         optimizer=trained,
         reducer=trained.reducer if trained is not None else None,
@@ -141,15 +147,20 @@ def _refuse_foreign_cast(module: nn.Module, policy: DtypePolicy) -> None:
             )
 
 
-def _make_alike(request: EngineRequest, optimizer: Optimizer | None, terms: Terms) -> None:
-    """Free the model from earlier engines; then all ranks hold rank 0's values, if they were asked for the same."""
-    module, config, axis = request.module, request.config, request.mesh.data_parallel
+def _make_alike(request: EngineRequest, optimizer: Optimizer | None, terms: Terms, axes: ModelAxes) -> None:
+    """Free the model from earlier engines; then ranks that hold the same have the first one's values.
+
+    Ranks that were not asked for the same are told so.
+    """
+    module, config = request.module, request.config
     _release_earlier_engines(module, config, optimizer)
     refuse_lost_writes(module.parameters())
     apply_leaf_config(module, config.zero_optimization.leaf_module)
-    check_alike(description(config, module, optimizer), axis, terms.device)
+    if config.zero_optimization.stage == 3:
+        gather_experts_together(module)
+    check_alike(description(config, module, optimizer), axes.dense.data, terms.device)
     check_alike(common_description(config, optimizer), request.mesh.axis("pipe"), terms.device)
-    copy_from_first_rank(module, axis)
+    copy_from_first_rank(module, axes)
 
 
 def _release_earlier_engines(module: nn.Module, config: DeepSpeedConfig, basic: Optimizer | None) -> None:
@@ -164,7 +175,7 @@ def _coordinator(module: nn.Module, config: DeepSpeedConfig, partition: Partitio
         return None
     attach_external_tables(module.modules())
     settings = GatherSettings.from_config(config.zero_optimization)
-    coordinator = build_coordinator(module, partition.units, partition.sharded, settings, partition.shard_axis)
+    coordinator = build_coordinator(module, partition.units, partition.sharded, settings)
     for flat in partition.sharded:
         flat.publish_parameters()
         flat.before_edit = coordinator.before_edit

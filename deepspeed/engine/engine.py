@@ -206,6 +206,7 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, SavingMembers, LoadingMem
         parts.loss_guard.reset()
         if self._config.zero_optimization.enable_sanity_checks:
             agree(list(held_alike(parts.partition.flats)), parts.mesh.data_parallel)
+            agree(list(held_alike(parts.partition.flats, of_experts=True)), parts.mesh.expert_data_parallel)
         self.global_steps += 1
         watch.set_step(self.global_steps + 1)
         self.global_samples += parts.batch.train

@@ -117,15 +117,15 @@ class LoadingMembers:
         custom_load_fn: Callable[..., Any] | None,
     ) -> None:
         """See that everything fits, then load. What can be refused is refused before any value changes."""
-        pipe = self._parts.mesh.axis("pipe")
-        model = names_of_model(self._own_shapes(), self._parts.partition.group_names, pipe)
+        holders = self._parts.mesh.pipe_expert
+        model = names_of_model(self._own_shapes(), self._parts.partition.group_names, holders)
         source = under_tied_names(source.with_members(model.members), self._parts.stage.tied_layers)
 
         def check() -> tuple[dict[str, str] | None, Callable[[], None] | None]:
             stored = None if custom_load_fn is not None else self._fitting(source, model, strict=strict)
             return stored, self._fitting_optimizer(source, model) if with_optimizer else None
 
-        stored, optimizer_load = agreed(check, pipe)
+        stored, optimizer_load = agreed(check, holders)
         rank_state = self._rank_state_in(source, only_module=only_module)
         has_as_many_ranks = source.state["dp_world_size"] == self._parts.mesh.data_parallel.size
         own = cast("OwnState", rank_state if has_as_many_ranks else {})

@@ -17,6 +17,7 @@ from deepspeed.comm.world import get_local_rank
 from deepspeed.common.logging import log_dist
 from deepspeed.config.batch import BatchSizes
 from deepspeed.config.offload import OffloadDeviceEnum, OffloadStateTypeEnum
+from deepspeed.engine.experts import moe_layers
 from deepspeed.engine.loader import build_loader
 from deepspeed.errors import ArgumentError, ConfigError
 
@@ -101,6 +102,16 @@ class CompatibleMembers:
     def mpu(self) -> Any:
         """The `mpu` that was given to `initialize`, or None."""
         return self._parts.mpu
+
+    @property
+    def has_moe_layers(self) -> bool:
+        """Whether the module has layers of experts (`deepspeed.moe`); in a pipeline, whether this stage has."""
+        return bool(self.num_experts)
+
+    @property
+    def num_experts(self) -> tuple[int, ...]:
+        """Experts of each such layer, those on other ranks included."""
+        return tuple(int(layer.num_experts) for _, layer in moe_layers(self._parts.module))
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
@@ -310,8 +321,6 @@ class CompatibleMembers:
         if self._parts.coordinator is not None:
             self._parts.coordinator.release_all()
 
-    has_moe_layers = False
     random_ltd_scheduler = None
     flops_profiler = None
-    num_experts: tuple[int, ...] = ()
     loaded_checkpoint_dp_world_size: int | None = None

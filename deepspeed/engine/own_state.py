@@ -1,10 +1,11 @@
-"""What a rank's copy of the model holds otherwise than the first data-parallel rank's: buffers, extra state.
+"""What a rank's copy of the model holds otherwise than the first rank that holds the same: buffers, extra state.
 
     rank 0   running_mean  [.1 .2]  -- module/running_mean, which every reader knows --.
     rank 1   running_mean  [.3 .1]  -- rank_state of rank 1 ---------------------------+--> as many ranks: each its own
     rank 2   running_mean  [.1 .2]  -- equal to rank 0's: not stored again             '--> more or fewer: rank 0's on all
 
 Parameters are the same on all ranks after each step; buffers are what forward made of a rank's own batches (BatchNorm).
+Experts that are spread over ranks are compared among the ranks that hold them.
 
 Lives here: which values are a rank's own. Does not live here: storing them (`saving`), putting them back (`loading`).
 """
@@ -18,14 +19,17 @@ import xxhash
 from pydantic import JsonValue
 from torch import Tensor, nn
 
-from deepspeed.checkpoint.agreement import Ranks, together
+from deepspeed.checkpoint.agreement import Ranks, ranks_of, together
 from deepspeed.checkpoint.disk import strict_json
 from deepspeed.checkpoint.disk.client_state import encode_client_state
 from deepspeed.checkpoint.disk.container import bytes_of, dtype_name
+from deepspeed.engine.axes import ModelAxes
+from deepspeed.engine.experts import is_name_of_experts
 from deepspeed.engine.weights import extra_state, persistent_buffers
 from deepspeed.errors import CheckpointError
+from deepspeed.topology.mesh import AxisGroup
 
-__all__ = ["OwnState", "own_state"]
+__all__ = ["OwnState", "own_part_of_state", "own_state"]
 
 
 class OwnState(TypedDict, total=False):
@@ -38,16 +42,46 @@ class OwnState(TypedDict, total=False):
     """Module name -> value."""
 
 
-def own_state(module: nn.Module, ranks: Ranks) -> Callable[[], OwnState]:
-    """Find what of `module` is to be stored for this rank alone; nothing on the first rank. Collective over `ranks`.
+def own_state(module: nn.Module, axes: ModelAxes) -> Callable[[], OwnState]:
+    """Find what of `module` is to be stored for this rank alone. Collective over the data-parallel ranks.
 
-    Nothing is sent where there is neither a persistent buffer nor extra state: the ranks hold modules of one structure.
+    Returns:
+        As `own_part_of_state`.
+    """
+    of_experts = is_name_of_experts(module)
+    dense = own_part_of_state(module, _ranks(axes.dense.data), lambda name: not of_experts(name))
+    if axes.experts.data is axes.dense.data:
+        return dense
+    experts = own_part_of_state(module, _ranks(axes.experts.data), of_experts)
+
+    def both() -> OwnState:
+        parts = (dense(), experts())
+        own = OwnState()
+        if buffers := {name: buffer for part in parts for name, buffer in part.get("buffers", {}).items()}:
+            own["buffers"] = buffers
+        if extra := {name: value for part in parts for name, value in part.get("extra_state", {}).items()}:
+            own["extra_state"] = extra
+        return own
+
+    return both
+
+
+def _ranks(axis: AxisGroup) -> Ranks:
+    return ranks_of(axis.rank, axis.size, axis.group if axis.size > 1 else None)
+
+
+def own_part_of_state(module: nn.Module, ranks: Ranks, wanted: Callable[[str], bool]) -> Callable[[], OwnState]:
+    """Find what of the `wanted` names is to be stored for this rank alone; nothing on the first rank.
+
+    Collective over `ranks`. Nothing is sent where there is neither a persistent buffer nor extra state: the ranks hold
+    modules of one structure.
 
     Returns:
         What gives the result. It raises CheckpointError where a buffer has another shape or dtype than on the first rank,
         so call it where all ranks learn of an error.
     """
-    buffers, extra = dict(persistent_buffers(module)), extra_state(module)
+    buffers = {name: buffer for name, buffer in persistent_buffers(module) if wanted(name)}
+    extra = {name: value for name, value in extra_state(module).items() if wanted(name)}
     if ranks.world_size == 1 or not (buffers or extra):
         return OwnState
     digests: dict[str, str] = {}

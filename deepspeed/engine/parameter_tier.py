@@ -25,6 +25,7 @@ from torch import Tensor
 from deepspeed.comm.algorithms import FlatGatherer, LocalGatherer, flat_gatherer, local_stage, parameter_stage
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.zero import OffloadParamConfig
+from deepspeed.errors import UnbuiltFeatureError
 from deepspeed.offload import placement
 from deepspeed.offload.agreement import together
 from deepspeed.offload.parameter_plan import BucketShard, ParameterPlan, plan_parameters
@@ -47,6 +48,8 @@ class PlannedGroup:
     kind: Kind
     members: Sequence[NamedParameter]
     layout: FlatLayout
+    axis: AxisGroup
+    """The shard axis."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +72,11 @@ class RestingPlaces:
     Args:
         config: of the engine.
         groups: in the order in which they are made.
-        axis: the shard axis.
+        axis: the shard axis of what rests in files.
         device: of the engine.
 
     Raises:
+        UnbuiltFeatureError: experts that other ranks hold others of would rest in files.
         ConfigError: on all ranks, buffers that are too small.
         FileIoError: on all ranks, a file of one of them cannot be made, or there is no space for it.
     """
@@ -88,6 +92,8 @@ class RestingPlaces:
         self._block = block if zero.stage == 3 else None
         self._is_apart = self._block is not None and self._block.device != "none" and placement.is_host_apart(device)
         self._plan = self._planned()
+        if self._plan.offsets:
+            _refuse_experts(groups)
         self._tier = self._open(config) if self._plan.offsets else None
 
     def _planned(self) -> ParameterPlan:
@@ -132,18 +138,26 @@ class RestingPlaces:
         group = self._groups[number]
         layout, dtype = group.layout, group.kind.param_dtype
         if not group.kind.is_sharded:
-            return Resting(self._gatherer(layout.numel, dtype, is_apart=False), None, is_apart=False)
+            return Resting(self._gatherer(group, layout.numel, is_apart=False), None, is_apart=False)
         numels = {n: (bucket.stop - bucket.start) // layout.world_size for n, bucket in enumerate(layout.buckets)}
         tier = None if self._tier is None else self._tier.shards(number, dtype, numels)
         here = sum(numel for n, numel in numels.items() if tier is None or n not in tier.buckets)
-        return Resting(self._gatherer(here, dtype, is_apart=self._is_apart), tier, self._is_apart)
+        return Resting(self._gatherer(group, here, is_apart=self._is_apart), tier, self._is_apart)
 
-    def _gatherer(self, numel: int, dtype: torch.dtype, *, is_apart: bool) -> FlatGatherer:
-        at_rest = None
+    def _gatherer(self, group: PlannedGroup, numel: int, *, is_apart: bool) -> FlatGatherer:
+        at_rest, dtype = None, group.kind.param_dtype
         if is_apart:
             assert self._block is not None  # else nothing is apart
             memory = aligned_empty(numel * dtype.itemsize, is_pinned=self._block.pin_memory)
             at_rest = memory.view(dtype)
-        if self._axis.size == 1:
+        if group.axis.size == 1:
             return LocalGatherer(numel, dtype, self._device, at_rest=at_rest)
-        return flat_gatherer(numel, dtype, self._device, self._axis.group, at_rest=at_rest)
+        return flat_gatherer(numel, dtype, self._device, group.axis.group, at_rest=at_rest)
+
+
+def _refuse_experts(groups: Sequence[PlannedGroup]) -> None:
+    if any(group.kind.is_expert for group in groups):
+        raise UnbuiltFeatureError(
+            'zero_optimization.offload_param.device = "nvme" with experts that are spread over ranks (ep_size > 1) is not '
+            'built yet: a file serves ranks that all share its parameters. Use device "cpu", or MoE(ep_size=1).'
+        )

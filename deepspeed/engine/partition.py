@@ -31,13 +31,15 @@ from deepspeed.comm.algorithms import (
 from deepspeed.comm.reduced_whole import AllReduceScatterer
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.zero import ZeroConfig
+from deepspeed.engine.axes import ModelAxes
+from deepspeed.engine.experts import spread_experts
 from deepspeed.engine.parameter_tier import PlannedGroup, Resting, RestingPlaces
 from deepspeed.engine.stage import Stage
 from deepspeed.engine.tiers import OptimizerTier
 from deepspeed.errors import ArgumentError
 from deepspeed.precision.policy import DtypePolicy, low_precision_parameters
 from deepspeed.sharding import FlatLayout, effective_bucket_numel
-from deepspeed.topology.mesh import AxisGroup, ParallelMesh
+from deepspeed.topology.mesh import AxisGroup
 from deepspeed.zero.flat import FlatGroup, Kind, NamedParameter, owner_of
 from deepspeed.zero.gradient_store import GradientStore
 from deepspeed.zero.gradients import ShardedGradients, ViewGradients, WholeGradients, largest_bucket_numel
@@ -59,11 +61,8 @@ class Partition:
     frozen: tuple[FlatGroup, ...]
     """Sharded parameters that no optimizer updates (stage 3)."""
 
-    shard_axis: AxisGroup
-    """Ranks that hold different shards."""
-
-    replica_axis: AxisGroup
-    """Ranks that hold the same shards."""
+    axes: ModelAxes
+    """The ranks that each of them is laid out for."""
 
     units: tuple[UnitPlan, ...] = ()
     """How the module is cut for gathering; empty where nothing is sharded."""
@@ -85,7 +84,7 @@ class Partition:
 def plan_partition(
     module: nn.Module,
     config: DeepSpeedConfig,
-    mesh: ParallelMesh,
+    axes: ModelAxes,
     policy: DtypePolicy,
     optimizer: Optimizer | None,
     tier: OptimizerTier | None = None,
@@ -96,7 +95,7 @@ def plan_partition(
     Args:
         module: on its device; parameters that `zero.Init` has sharded are taken over.
         config: of the engine.
-        mesh: of the ranks.
+        axes: the ranks.
         policy: dtypes.
         optimizer: its groups say what is trained; None: nothing is.
         tier: where its masters rest; None: on the device.
@@ -105,13 +104,10 @@ def plan_partition(
     Raises:
         ArgumentError: the optimizer holds a parameter that is not the module's.
     """
-    zero, data = config.zero_optimization, mesh.data_parallel
-    alone = AxisGroup((mesh.rank,), mesh.rank)
-    shard_axis, replica_axis = (data, alone) if zero.stage >= 1 else (alone, data)
-    planner = _Planner(module, config, policy, shard_axis, (stage or Stage()).tie_of)
+    planner = _Planner(module, config, policy, axes, (stage or Stage()).tie_of)
     groups = [planner.lay_out(kind, members) for kind, members in planner.group_members(optimizer)]
     device = next((group.members[0].param.device for group in groups), torch.device("cpu"))
-    places = RestingPlaces(config, groups, shard_axis, device)
+    places = RestingPlaces(config, groups, axes.dense.shard, device)
     tier = tier or OptimizerTier()
     masters = [tier.masters(g.kind, g.layout.shard_numel) if g.kind.is_trained else None for g in groups]
     flats = [planner.build(group, places.of(number), masters[number]) for number, group in enumerate(groups)]
@@ -122,8 +118,7 @@ def plan_partition(
     return Partition(
         tuple(flat for flat in flats if flat.kind.is_trained),
         tuple(flat for flat in flats if not flat.kind.is_trained),
-        shard_axis,
-        replica_axis,
+        axes,
         planner.units,
         planner.group_names(optimizer),
     )
@@ -135,13 +130,14 @@ class _Planner:
         module: nn.Module,
         config: DeepSpeedConfig,
         policy: DtypePolicy,
-        axis: AxisGroup,
+        axes: ModelAxes,
         tie_of: Mapping[int, str],
     ) -> None:
         self.tie_of = tie_of
         self.zero = config.zero_optimization
         self.policy = policy
-        self.axis = axis
+        self.axes = axes
+        self.experts = spread_experts(module)
         autocast = config.torch_autocast
         safe = (autocast.lower_precision_safe_modules or ()) if autocast.enabled else ()
         self.low = low_precision_parameters(module, safe)
@@ -170,7 +166,9 @@ class _Planner:
         """Elements of a unit whose shards fit into the buffers that they are read through."""
         block = self.zero.offload_param
         is_read = block is not None and block.device == "nvme" and block.buffer_size > 0
-        return block.buffer_size * self.axis.size if block is not None and is_read else self.zero.reduce_bucket_size
+        return (
+            block.buffer_size * self.axes.dense.shard.size if block is not None and is_read else self.zero.reduce_bucket_size
+        )
 
     def group_members(self, optimizer: Optimizer | None) -> Iterator[tuple[Kind, list[NamedParameter]]]:
         """One entry per optimizer group, dtypes and treatment; then what is sharded although nothing trains it."""
@@ -204,6 +202,7 @@ class _Planner:
                 is_row_sparse=id(param) in self.row_sparse,
                 is_low_precision=id(param) in self.low,
                 tie=self.tie_of.get(id(param), ""),
+                is_expert=id(param) in self.experts,
             )
             by_kind.setdefault(kind, []).append(member)
         for kind, members in by_kind.items():
@@ -218,14 +217,15 @@ class _Planner:
         )
         # Copies of a tie are laid out alike whatever else their stages hold.
         total_numel = sum(numels) if kind.tie else self.total_numel
+        axis = self.axes.of_kind(kind).shard
         layout = FlatLayout.plan(
             numels,
             bucket_numel=1 if kind.is_row_sparse else effective_bucket_numel([total_numel], at_most),
             alignment=kind.alignment,
-            world_size=self.axis.size,
+            world_size=axis.size,
             units=[member.unit for member in members] if kind.is_sharded else None,
         )
-        return PlannedGroup(kind, members, layout)
+        return PlannedGroup(kind, members, layout, axis)
 
     def build(self, group: PlannedGroup, resting: Resting, masters: Masters | None) -> FlatGroup:
         """Move the members in."""
@@ -234,7 +234,7 @@ class _Planner:
             group.kind,
             group.layout,
             resting.gatherer,
-            self.axis,
+            group.axis,
             whole_value=lambda member: take_whole(member.param),
             masters=masters,
             tier=resting.tier,
@@ -269,12 +269,12 @@ def attach_gradient_stores(
     partition: Partition,
     config: DeepSpeedConfig,
     policy: DtypePolicy,
-    mesh: ParallelMesh,
     tier: OptimizerTier | None = None,
 ) -> None:
     """Give each trained flat group the store of its stage. Collective over the data-parallel ranks."""
     for flat in partition.trained:
-        flat.attach_gradients(_store(flat, config, policy, mesh.data_parallel, tier or OptimizerTier()))
+        data = partition.axes.of_kind(flat.kind).data
+        flat.attach_gradients(_store(flat, config, policy, data, tier or OptimizerTier()))
 
 
 def _store(
@@ -320,21 +320,28 @@ def _store(
 # -- one start for all ranks ------------------------------------------------------------------------------------------
 
 
-def copy_from_first_rank(module: nn.Module, axis: AxisGroup) -> None:
-    """Give every rank of `axis` the values of its first rank: parameters and buffers that are whole and in nobody's hands.
+def copy_from_first_rank(module: nn.Module, axes: ModelAxes) -> None:
+    """Give ranks that hold the same the values of the first: parameters and buffers that are whole and in nobody's hands.
 
     Call before parameters are laid out: masters then start from the same unrounded values everywhere.
     """
+    params = [p for p in module.parameters() if owner_of(p) is None and holder_of(p) is None]
+    of_experts = spread_experts(module)
+    tensors = [*params, *module.buffers()]
+    _copy([tensor.detach() for tensor in tensors if id(tensor) not in of_experts], axes.dense.data)
+    _copy([tensor.detach() for tensor in tensors if id(tensor) in of_experts], axes.experts.data)
+
+
+def _copy(tensors: Iterable[Tensor], axis: AxisGroup) -> None:
     if axis.size == 1:
         return
-    params = [p.detach() for p in module.parameters() if owner_of(p) is None and holder_of(p) is None]
     batches: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in [*params, *module.buffers()]:
+    for tensor in tensors:
         if tensor.numel():
             batches.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     with torch.no_grad():
-        for tensors in batches.values():
-            for batch in _batches(tensors):
+        for alike in batches.values():
+            for batch in _batches(alike):
                 _broadcast_together(batch, axis)
 
 

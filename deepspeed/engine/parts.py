@@ -6,6 +6,7 @@ Does not live here: anything that runs. The engine and its mixins read it.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +44,9 @@ class EngineParts:
     partition: Partition
     checkpointing: Checkpointing
     stage: Stage
+    of_experts: Callable[[str], bool]
+    """Tells the names of what other ranks hold other experts in the place of."""
+
     coordinator: ParameterCoordinator | None = None
     """Gathers and releases sharded parameters; None where there are none."""
 

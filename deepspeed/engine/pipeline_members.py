@@ -143,5 +143,7 @@ class PipelineMembers(CompatibleMembers):
     def _weights_of(self, state_dict: Mapping[str, Any]) -> StageWeights:
         parts = self._parts
         own = {name: value for name, value in state_dict.items() if name not in parts.stage.stored_elsewhere}
+        if parts.mesh.axis("expert").rank > 0:  # another rank brings the rest
+            own = {name: value for name, value in own.items() if parts.of_experts(name)}
         weights = WholeWeights(self.module, own, parts.partition.sharded, getattr(state_dict, "_metadata", None))
         return StageWeights(weights, parts.mesh, parts.device)

@@ -22,9 +22,9 @@ from pydantic import JsonValue
 from torch import Tensor, nn
 
 from deepspeed.checkpoint import EngineState, Piece, decode_client_state, encode_client_state
-from deepspeed.checkpoint.agreement import ranks_of
 from deepspeed.checkpoint.disk import names
 from deepspeed.checkpoint.save.engines import CheckpointEngine
+from deepspeed.checkpoint.save.write_share import Share
 from deepspeed.checkpoint.save.writer import Content
 from deepspeed.checkpoint.source import OptimizerState
 from deepspeed.checkpoint.tag_agreement import compare_tags
@@ -98,8 +98,7 @@ class SavingMembers:
         if self.optimizer is not None:
             self.optimizer.master.adopt_edits()
             self.optimizer.master.drain()
-        ranks = self._parts.mesh.data_parallel
-        own = own_state(self.module, ranks_of(ranks.rank, ranks.size, ranks.group if ranks.size > 1 else None))
+        own = own_state(self.module, self._parts.partition.axes)
         content = Content(
             self._pieces(exclude_frozen_parameters),
             lambda: {**self._state(exclude_frozen_parameters)},
@@ -136,30 +135,40 @@ class SavingMembers:
 
     def _managed_pieces(self, elsewhere: Set[str], *, exclude_frozen: bool) -> Iterator[Piece]:
         partition = self._parts.partition
-        share = self._parts.checkpointing.write_shares.of(partition.replica_axis.ranks)
-        if share.part is None:
-            return
         for flat in partition.flats:
             is_copy = any(member.name in elsewhere for member in flat.members)
-            if not is_copy and not (exclude_frozen and not flat.kind.is_trained):
+            share = self._share(flat)
+            if share.part is not None and not is_copy and not (exclude_frozen and not flat.kind.is_trained):
                 yield from _flat_pieces(flat, share.parts, share.part)
-        for piece in state_pieces(self.optimizer.master, share.parts, share.part) if self.optimizer is not None else ():
-            if piece.member.name not in elsewhere:
-                name = names.optimizer_tensor(piece.member.name, piece.key)
-                yield Piece(name, tuple(piece.shape), piece.start, piece.values)
+        if self.optimizer is not None:
+            yield from self._state_pieces(self.optimizer, elsewhere)
+
+    def _state_pieces(self, optimizer: ZeroOptimizer, elsewhere: Set[str]) -> Iterator[Piece]:
+        for flat in self._parts.partition.trained:
+            share = self._share(flat)
+            if share.part is None:
+                continue
+            for piece in state_pieces(optimizer.master, share.parts, share.part, flat):
+                if piece.member.name not in elsewhere:
+                    name = names.optimizer_tensor(piece.member.name, piece.key)
+                    yield Piece(name, tuple(piece.shape), piece.start, piece.values)
+
+    def _share(self, flat: FlatGroup) -> Share:
+        """How much of what ranks hold alike of `flat` this rank writes."""
+        return self._parts.checkpointing.write_shares.of(self._parts.partition.axes.of_kind(flat.kind).replica.ranks)
 
     def _other_pieces(self, elsewhere: Set[str], *, exclude_frozen: bool) -> Iterator[Piece]:
-        data = self._parts.mesh.data_parallel
-        share = self._parts.checkpointing.write_shares.of(data.ranks)
+        axes, shares, of_experts = self._parts.partition.axes, self._parts.checkpointing.write_shares, self._parts.of_experts
         managed = {member.name for flat in self._parts.partition.flats for member in flat.members}
         others = unmanaged_parameters(self.module, managed | elsewhere, exclude_frozen=exclude_frozen)
         for number, (name, param) in enumerate(others):
+            share = shares.of((axes.experts if of_experts(name) else axes.dense).data.ranks)
             if number % share.parts == share.part:
                 yield Piece.whole(names.module_tensor(name), param)
-        if data.rank == 0:  # all of one rank: what two ranks made of their batches is not one model
-            for name, buffer in persistent_buffers(self.module):
-                if name not in elsewhere:
-                    yield Piece.whole(names.module_tensor(name), buffer)
+        for name, buffer in persistent_buffers(self.module):
+            data = (axes.experts if of_experts(name) else axes.dense).data
+            if data.rank == 0 and name not in elsewhere:  # all of one rank: what two made of their batches is not one model
+                yield Piece.whole(names.module_tensor(name), buffer)
 
     def _state(self, exclude_frozen: bool) -> EngineState:
         loader = self.training_dataloader
@@ -194,15 +203,16 @@ class SavingMembers:
         }
 
     def _shares_scalars(self) -> bool:
-        is_spread = self._parts.partition.shard_axis.size > 1 or self._parts.mesh.axis("pipe").size > 1
+        is_spread = self._parts.partition.axes.dense.shard.size > 1 or self._parts.mesh.pipe_expert.size > 1
         return self.optimizer is not None and is_spread
 
     def _own_facts(self, exclude_frozen: bool) -> JsonValue:
-        """What rank 0 does not know of a later stage of the pipeline; None on ranks that have nothing to add."""
+        """What rank 0 does not know of later stages of the pipeline and of others' experts; None: nothing to add."""
         mesh = self._parts.mesh
-        if mesh.axis("pipe").rank == 0 or mesh.data_parallel.rank != 0:
+        if mesh.pipe_expert.rank == 0 or mesh.expert_data_parallel.rank != 0:
             return None
-        return facts_of_stage(self._state(exclude_frozen))
+        is_others = self._parts.of_experts if mesh.axis("expert").rank > 0 else lambda name: True
+        return facts_of_stage(self._state(exclude_frozen), is_others)
 
     def _own_scalars(self) -> list[JsonValue]:
         """Counters of the parameters that this rank holds a part of, slice by slice: the parameters, their counters."""

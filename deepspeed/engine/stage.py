@@ -13,9 +13,9 @@ from torch import nn
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import ConfigError, UnbuiltFeatureError
 from deepspeed.pipe.module import PipelineModule
-from deepspeed.topology.mesh import AxisGroup, ParallelMesh
+from deepspeed.topology.mesh import AxisGroup
 
-__all__ = ["Stage", "norm_axis", "refuse_for_pipelines"]
+__all__ = ["Stage", "refuse_for_pipelines"]
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,6 @@ class Stage:
                 named = (*tied.named_parameters(), *tied.named_buffers())
                 elsewhere.update(f"tied_modules.{tie.key}.{name}" for name, _ in named)
         return cls(axes, tie_of, module.tied_layers, frozenset(elsewhere))
-
-
-def norm_axis(mesh: ParallelMesh, shard_axis: AxisGroup) -> AxisGroup:
-    """The ranks whose gradients, added up, are those of one whole model, each element once."""
-    if mesh.axis("pipe").size == 1:
-        return shard_axis
-    return mesh.pipe_data if shard_axis.size > 1 else mesh.axis("pipe")
 
 
 def refuse_for_pipelines(config: DeepSpeedConfig, module: PipelineModule) -> None:

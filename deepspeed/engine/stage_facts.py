@@ -1,9 +1,11 @@
-"""A checkpoint holds one model: what each stage of a pipeline alone knows comes together in a save and in a load.
+"""A checkpoint holds one model: what ranks with other layers or other experts know comes together in a save and in a load.
 
-    save    later stages: names of frozen parameters, buffers, ... --> rank 0 puts them into the state of the whole model
-    load    every stage: its names, what does not fit              --> all stages: all names, one verdict
+    save    later stages, ranks with other experts: names of frozen parameters, buffers, ...
+                                                  --> rank 0 puts them into the state of the whole model
+    load    every such rank: its names, what does not fit
+                                                  --> all of them: all names, one verdict
 
-Does not live here: tensors, which each stage writes and reads under global names (`saving`, `loading`, which call this).
+Does not live here: tensors, which each rank writes and reads under global names (`saving`, `loading`, which call this).
 """
 
 from __future__ import annotations
@@ -26,25 +28,28 @@ _LISTS = ("frozen_parameters", "buffers")
 _DICTS = ("shared_parameters", "extra_state")
 
 
-def facts_of_stage(state: EngineState) -> JsonValue:
-    """What the whole model's state is to hold of this stage.
+def facts_of_stage(state: EngineState, is_wanted: Callable[[str], bool]) -> JsonValue:
+    """What the whole model's state is to hold of this rank's; of names for which `is_wanted` is true.
 
     Raises:
-        CheckpointError: extra state (`get_extra_state`) of a layer behind the first stage holds tensors.
+        CheckpointError: extra state (`get_extra_state`) of a module that rank 0 does not have holds tensors.
     """
     optimizer = state["optimizer"]
-    extra, tensors = encode_client_state(dict(state["extra_state"]), "extra state of a pipeline stage")
+    of_modules = {name: value for name, value in state["extra_state"].items() if is_wanted(name)}
+    extra, tensors = encode_client_state(of_modules, "extra state of a part of the model")
     if tensors:
         raise CheckpointError(
-            f"get_extra_state() of {', '.join(map(repr, state['extra_state']))} gives tensors, which are kept for layers of "
-            "a pipeline's first stage alone. Make them buffers, or give plain values."
+            f"get_extra_state() of {', '.join(map(repr, of_modules))} gives tensors, which are kept for modules of rank 0 "
+            "alone: not for later stages of a pipeline, nor for experts on other ranks. Make them buffers, or give plain "
+            "values."
         )
+    members = None if optimizer is None else [[name for name in g if is_wanted(name)] for g in optimizer["members"]]
     return {
-        "frozen_parameters": cast("JsonValue", state["frozen_parameters"]),
-        "buffers": cast("JsonValue", state["buffers"]),
-        "shared_parameters": cast("JsonValue", dict(state["shared_parameters"])),
+        "frozen_parameters": [name for name in state["frozen_parameters"] if is_wanted(name)],
+        "buffers": [name for name in state["buffers"] if is_wanted(name)],
+        "shared_parameters": {name: owner for name, owner in state["shared_parameters"].items() if is_wanted(name)},
         "extra_state": extra,
-        "members": None if optimizer is None else cast("JsonValue", optimizer["members"]),
+        "members": cast("JsonValue", members),
     }
 
 
@@ -69,9 +74,9 @@ class ModelNames(NamedTuple):
     """Names of the trained parameters of each optimizer group."""
 
 
-def names_of_model(tensors: Iterable[str], members: Sequence[Sequence[str]], pipe: AxisGroup) -> ModelNames:
-    """Those of all stages, from those of this one. Collective over the pipeline."""
-    if pipe.size == 1:
+def names_of_model(tensors: Iterable[str], members: Sequence[Sequence[str]], holders: AxisGroup) -> ModelNames:
+    """Those of all stages and experts, from those of this rank. Collective over `holders`, which together hold one model."""
+    if holders.size == 1:
         return ModelNames(frozenset(tensors), tuple(map(tuple, members)))
     own = cast("JsonValue", [sorted(tensors), [list(group) for group in members]])
 
@@ -82,14 +87,14 @@ def names_of_model(tensors: Iterable[str], members: Sequence[Sequence[str]], pip
             [list(dict.fromkeys(name for part in group for name in part)) for group in of_groups],
         ]
 
-    names, groups = cast("list[list[Any]]", together(ranks_of(pipe.rank, pipe.size, pipe.group), lambda: own, lead))
+    names, groups = cast("list[list[Any]]", together(ranks_of(holders.rank, holders.size, holders.group), lambda: own, lead))
     return ModelNames(frozenset(names), tuple(map(tuple, groups)))
 
 
-def agreed(check: Callable[[], Found], pipe: AxisGroup) -> Found:
-    """What `check` gives; where it raises on one stage, all raise. Collective over the pipeline."""
-    if pipe.size == 1:
+def agreed(check: Callable[[], Found], holders: AxisGroup) -> Found:
+    """What `check` gives; where it raises on one rank, all raise. Collective over `holders`."""
+    if holders.size == 1:
         return check()
     found: list[Found] = []
-    together(ranks_of(pipe.rank, pipe.size, pipe.group), lambda: found.append(check()))
+    together(ranks_of(holders.rank, holders.size, holders.group), lambda: found.append(check()))
     return found[0]

@@ -1,5 +1,7 @@
 """The whole values of a pipeline's model, one after the other, on the rank that writes them.
 
+Ranks that hold other experts of a stage are as other stages here.
+
     entries    stage 0: [a 4 bytes, b 2]   stage 1: [c 4, d 2]       every stage learns of all
     values     a, c, b, d                                            by falling element size, then by stage
     stage 1    c --send--> rank 0 --> yield                          one tensor at a time
@@ -18,13 +20,11 @@ from torch import Tensor
 
 from deepspeed import comm
 from deepspeed.checkpoint.export.model_file import ModelEntry
-from deepspeed.comm.watch import naming
+from deepspeed.engine.sent_weights import receive_value, send_value
 from deepspeed.engine.whole_weights import WholeWeights
 from deepspeed.topology.mesh import ParallelMesh
 
 __all__ = ["StageWeights"]
-
-_TAG = 16  # lines of the pipeline have the first ones
 
 
 class StageWeights:
@@ -32,7 +32,7 @@ class StageWeights:
 
     Args:
         own: of this stage, without what an earlier stage has.
-        mesh: of the ranks; data-parallel rank 0 of each stage takes part, other ranks have no entries and no values.
+        mesh: of the ranks; one of those that hold the same takes part, other ranks have no entries and no values.
         device: where messages are received.
 
     Attributes:
@@ -43,13 +43,13 @@ class StageWeights:
 
     def __init__(self, own: WholeWeights, mesh: ParallelMesh, device: torch.device) -> None:
         self._own = own
-        self._pipe = mesh.axis("pipe")
+        self._pipe = mesh.pipe_expert
         self._device = device
         self._stages: list[list[ModelEntry]] = []
         self.entries: list[ModelEntry] = []
         self.others: dict[str, Any] = {}
         self.metadata: Mapping[str, Any] | None = None
-        if mesh.data_parallel.rank > 0:
+        if mesh.expert_data_parallel.rank > 0:
             return
         told: list[Any] = [(own.entries, own.others, own.metadata)]
         if self._pipe.size > 1:
@@ -74,15 +74,10 @@ class StageWeights:
                 value = next(own)[1]
                 if stage == 0:
                     yield name, value
-                elif value.numel():
-                    with naming(f"weights of {name!r}"):
-                        comm.send(_bytes_of(value.to(self._device)), self._pipe.ranks[0], self._pipe.group, _TAG)
+                else:
+                    send_value(name, value, self._pipe, self._device)
             elif self._pipe.rank == 0:
-                value = torch.empty(entry.shape, dtype=entry.dtype, device=self._device)
-                if value.numel():
-                    with naming(f"weights of {name!r}"):
-                        comm.recv(_bytes_of(value), self._pipe.ranks[stage], self._pipe.group, _TAG)
-                yield name, value
+                yield name, receive_value(entry, stage, self._pipe, self._device)
 
     def _in_order(self) -> Iterator[tuple[int, ModelEntry]]:
         """Stage and entry, by falling element size: each stage's own order is that, too."""
@@ -90,8 +85,3 @@ class StageWeights:
         for nbytes in sorted(sizes, reverse=True):
             for stage, entries in enumerate(self._stages):
                 yield from ((stage, entry) for entry in entries if entry.dtype.itemsize == nbytes)
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """The memory of a tensor as one row of bytes; a copy where it has gaps."""
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)

@@ -14,7 +14,6 @@ from deepspeed.engine.basic_optimizer import BasicOptimizer
 from deepspeed.engine.loader import epoch_steps
 from deepspeed.engine.partition import Partition
 from deepspeed.engine.request import EngineRequest
-from deepspeed.engine.stage import norm_axis
 from deepspeed.engine.terms import Terms
 from deepspeed.offload import placement
 from deepspeed.precision.loss_scaler import NullScaler
@@ -57,7 +56,8 @@ def build_training(
         computes_norm=config.zero_optimization.compute_grad_norm,
         frozen=partition.frozen,
         ties=Ties(request.stage.axes),
-        norm_axis=norm_axis(request.mesh, partition.shard_axis),
+        norm_axis=partition.axes.whole,
+        counts=lambda flat: partition.axes.counts(flat.kind),
         device=terms.device,
     )
     if config.zero_optimization.stage == 3:
@@ -72,6 +72,7 @@ def _reducer(
     return GradientReducer(
         partition.trained,
         request.mesh.data_parallel,
+        axis_of=lambda flat: partition.axes.of_kind(flat.kind).data,
         is_boundary=lambda: terms.accumulation.is_backward_boundary,
         check_scaled=None if isinstance(terms.scaler, NullScaler) else terms.loss_guard.check,
         is_overlapped=zero.overlap_comm is not False,
@@ -99,6 +100,7 @@ def _masters(
         "sub_group_numel": zero.sub_group_size,
         "state_dtype": terms.policy.state,
         "residence": residence,
+        "whole_axis": partition.axes.whole,
     }
     if thread is not None:
         return ThreadedWeights(trained, basic.optimizer, thread, **settings)

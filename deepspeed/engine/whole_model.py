@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from deepspeed.checkpoint.agreement import ranks_of, together
 from deepspeed.checkpoint.export.model_file import write_model_file
+from deepspeed.engine.expert_weights import ExpertWeights
 from deepspeed.engine.stage_weights import StageWeights
 from deepspeed.engine.weights import some_names
 from deepspeed.engine.whole_weights import WholeWeights
@@ -42,7 +43,7 @@ class WholeModelMembers:
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """The module's state dict, frozen parameters left out on request."""
+        """The module's state dict, frozen parameters left out on request; of experts those that this rank holds."""
         into: dict[str, Any] = {} if destination is None else destination
         state_dict = self.module.state_dict(destination=into, prefix=prefix, keep_vars=keep_vars)
         if exclude_frozen_parameters:
@@ -101,7 +102,8 @@ class WholeModelMembers:
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """The model's weights as the model holds them, on the CPU, on the first rank; None on the others.
 
-        Collective where parameters are sharded: they are gathered bucket by bucket, and only the first rank keeps them.
+        Collective where parameters are sharded or experts are spread over ranks: they are brought there one after the other,
+        and only the first rank keeps them.
         """
         is_first = self._parts.mesh.rank == 0
         state_dict = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
@@ -177,7 +179,16 @@ class WholeModelMembers:
 
     save_fp16_model = save_16bit_model
 
-    def _weights_of(self, state_dict: Mapping[str, Any]) -> WholeWeights | StageWeights:
+    def _weights_of(self, state_dict: Mapping[str, Any]) -> WholeWeights | StageWeights | ExpertWeights:
         """What goes into the file of the whole model, from this rank's state dict. Collective."""
-        metadata = getattr(state_dict, "_metadata", None)
-        return WholeWeights(self.module, state_dict, self._parts.partition.sharded, metadata)
+        parts, metadata = self._parts, getattr(state_dict, "_metadata", None)
+        if parts.mesh.axis("expert").size == 1:
+            return WholeWeights(self.module, state_dict, parts.partition.sharded, metadata)
+        of_kinds: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+        for name, value in state_dict.items():
+            of_kinds[parts.of_experts(name)][name] = value
+        dense, experts = (
+            WholeWeights(self.module, own, [f for f in parts.partition.sharded if f.kind.is_expert == is_expert], metadata)
+            for is_expert, own in enumerate(of_kinds)
+        )
+        return ExpertWeights(dense, experts, parts.mesh.axis("expert"), parts.device)

@@ -68,7 +68,7 @@ class WholeWeights:
             self._params[entry.names[0]]: entry.names[0] for entry in found.values() if self._is_sharded(entry.names[0])
         }
         by_first_name = {entry.names[0]: entry for entry in found.values()}
-        self.entries = [by_first_name[name] for name in self._order()]
+        self.entries = [by_first_name[name] for nbytes in self.item_sizes() for name in self._order(nbytes)]
         """Every tensor, in the order of `values`."""
 
     def values(self) -> Iterator[tuple[str, Tensor]]:
@@ -76,24 +76,28 @@ class WholeWeights:
 
         All ranks that share parameters go through it to its end: sharded parameters are gathered bucket by bucket.
         """
-        for nbytes in self._item_sizes():
-            yield from ((name, value) for name, value in self._whole.items() if value.element_size() == nbytes)
-            for flat in self._wanted_flats(nbytes):
-                for member, value in flat.gathered():
-                    if id(member.param) in self._first_names:
-                        yield self._first_names[id(member.param)], value
+        for nbytes in self.item_sizes():
+            yield from self.values_of(nbytes)
 
-    def _order(self) -> Iterator[str]:
-        """First names in the order of `values`."""
-        for nbytes in self._item_sizes():
-            yield from (name for name, value in self._whole.items() if value.element_size() == nbytes)
-            for flat in self._wanted_flats(nbytes):
-                for slot in flat.layout.slots:
-                    key = id(flat.members[slot.index].param)
-                    if key in self._first_names:
-                        yield self._first_names[key]
+    def values_of(self, item_nbytes: int) -> Iterator[tuple[str, Tensor]]:
+        """Those of `values` with elements of this size."""
+        yield from ((name, value) for name, value in self._whole.items() if value.element_size() == item_nbytes)
+        for flat in self._wanted_flats(item_nbytes):
+            for member, value in flat.gathered():
+                if id(member.param) in self._first_names:
+                    yield self._first_names[id(member.param)], value
 
-    def _item_sizes(self) -> list[int]:
+    def _order(self, item_nbytes: int) -> Iterator[str]:
+        """First names in the order of `values_of`."""
+        yield from (name for name, value in self._whole.items() if value.element_size() == item_nbytes)
+        for flat in self._wanted_flats(item_nbytes):
+            for slot in flat.layout.slots:
+                key = id(flat.members[slot.index].param)
+                if key in self._first_names:
+                    yield self._first_names[key]
+
+    def item_sizes(self) -> list[int]:
+        """Sizes of elements that there may be, falling."""
         sizes = {value.element_size() for value in self._whole.values()} | {f.values.element_size() for f in self._flats}
         return sorted(sizes, reverse=True)
 

@@ -42,7 +42,6 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.common.logging import get_logger
-from deepspeed.topology.mesh import AxisGroup
 from deepspeed.zero.external import external_parameters_of
 from deepspeed.zero.holder import holder_of, set_holder
 from deepspeed.zero.hooks import UnitHooks
@@ -76,7 +75,6 @@ def build_coordinator(
     plans: Sequence[UnitPlan],
     flats: Iterable[ShardedFlat],
     settings: GatherSettings,
-    axis: AxisGroup,
 ) -> ParameterCoordinator:
     """Make the coordinator of `root` and put its hooks on.
 
@@ -85,9 +83,8 @@ def build_coordinator(
         plans: its units, as `plan_units` made them.
         flats: its flat groups; each member's `unit` is the number of its plan. Those that are not sharded are passed over.
         settings: the budgets.
-        axis: the ranks that share the parameters.
     """
-    launch: Launch = gather_by_all_reduce(axis) if settings.by_all_reduce else gather_by_gatherer
+    launch: Launch = gather_by_all_reduce if settings.by_all_reduce else gather_by_gatherer
     launch = one_at_a_time(launch) if settings.is_sequential else launch
     pieces = pieces_by_unit(list(flats))
     units = [
@@ -101,7 +98,7 @@ def build_coordinator(
     stages = {id(piece.flat.tier.stage): piece.flat.tier.stage for u in units for piece in u.pieces if piece.flat.tier}
     if stages:
         pool.free_buffers = lambda: min(stage.free_count for stage in stages.values())
-    return ParameterCoordinator(root, pool, by_param, axis)
+    return ParameterCoordinator(root, pool, by_param)
 
 
 class _Frame:
@@ -134,7 +131,7 @@ class ParameterCoordinator:
     Use `build_coordinator`. Not safe for forwards of one model in several threads at a time.
     """
 
-    def __init__(self, root: nn.Module, pool: UnitPool, units: dict[int, Unit], axis: AxisGroup) -> None:
+    def __init__(self, root: nn.Module, pool: UnitPool, units: dict[int, Unit]) -> None:
         self.root = root
         self.pool = pool
         self.hooks = UnitHooks(self)
@@ -147,7 +144,7 @@ class ParameterCoordinator:
         self._by_module = {module: unit for unit in pool.units for module in unit.modules}
         self._tiers = {id(piece.flat): tier for unit in pool.units for piece in unit.pieces if (tier := piece.flat.tier)}
         self._saved = SavedTensors(pool.storages, self._late_use)
-        self._private = PrivateCopies(pool, units, axis)
+        self._private = PrivateCopies(pool, units)
         pool.after_change = self._repoint
         for module in root.modules():
             for param in external_parameters_of(module):

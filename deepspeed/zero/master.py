@@ -42,6 +42,7 @@ from deepspeed.ops.adam.base import FusedKernelAdam
 from deepspeed.ops.host_step import Update
 from deepspeed.ops.optimizer import GroupOptimizer
 from deepspeed.ops.sums import OwnSums
+from deepspeed.topology.mesh import AxisGroup
 from deepspeed.zero.flat import FlatGroup
 from deepspeed.zero.parameter_sums import ShardedSums
 from deepspeed.zero.residence import InMemory, Residence
@@ -73,6 +74,7 @@ class MasterWeights:
         state_dtype: what an optimizer of 16-bit masters computes in and keeps its state in; None: as the masters, or as
             the optimizer itself chooses. Wider masters are stepped as they are.
         residence: where masters and state rest between updates; None: in memory.
+        whole_axis: the ranks that hold all shards, experts' included; None: the shard axis of the first group.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class MasterWeights:
         sub_group_numel: int | None = None,
         state_dtype: torch.dtype | None = None,
         residence: Residence | None = None,
+        whole_axis: AxisGroup | None = None,
     ) -> None:
         self.flats = tuple(flats)
         self.optimizer = optimizer
@@ -92,6 +95,7 @@ class MasterWeights:
         self._apply: Callable[[], Any] = optimizer.step
         self._client_params = [list(group["params"]) for group in optimizer.param_groups]
         self._state_dtype = state_dtype
+        self._whole_axis = whole_axis
         device = flats[0].master_device if flats else torch.device("cpu")
         fitting = SUB_GROUP_NUMEL.get(device.type, _DEVICE_SUB_GROUP_NUMEL)
         numel = fitting if sub_group_numel is None else whole_grains(min(fitting, sub_group_numel))
@@ -127,8 +131,10 @@ class MasterWeights:
     def _teach_optimizer(self) -> None:
         if isinstance(self.optimizer, GroupOptimizer):
             self.optimizer.state_dtype = self._state_dtype
-        if getattr(self.optimizer, "needs_parameter_sums", False) and self.flats and self.flats[0].axis.size > 1:
-            self.optimizer.sums = ShardedSums(self.slices, self.flats)  # type: ignore[attr-defined]
+        is_cut = any(flat.axis.size > 1 for flat in self.flats)
+        if getattr(self.optimizer, "needs_parameter_sums", False) and is_cut:
+            whole_axis = self._whole_axis or self.flats[0].axis
+            self.optimizer.sums = ShardedSums(self.slices, self.flats, whole_axis)  # type: ignore[attr-defined]
 
     def _show(self, batches: Sequence[Batch]) -> None:
         """Let the optimizer see exactly `batches`."""

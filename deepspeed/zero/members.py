@@ -54,6 +54,9 @@ class Kind:
     tie: str = ""
     """Key of the pipeline's tied module that they belong to, when other stages hold copies; see `zero.ties`."""
 
+    is_expert: bool = False
+    """Other ranks hold other experts in their place: they have their own shard axis."""
+
     @property
     def is_trained(self) -> bool:
         """Whether an optimizer updates them."""

@@ -65,6 +65,7 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
         computes_norm: False leaves the norm out (`compute_grad_norm`); non-finite gradients are still noticed.
         ties: what other stages of a pipeline hold copies of; None: nothing.
         norm_axis: the ranks whose gradients together are those of the whole model; None: the shard axis.
+        counts: whether this rank's gradients of a group count there; None: all do.
         device: where collectives want tensors; None: where gradients belong.
     """
 
@@ -85,6 +86,7 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
         frozen: Sequence[FlatGroup] = (),
         ties: Ties | None = None,
         norm_axis: AxisGroup | None = None,
+        counts: Callable[[FlatGroup], bool] | None = None,
         device: torch.device | None = None,
     ) -> None:
         # Optimizer.__init__ is not called: every attribute it would make is the wrapped optimizer's (see __getattr__).
@@ -100,6 +102,8 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
         self.frozen = tuple(frozen)
         self.ties = ties or Ties()
         self.norm_axis = norm_axis or (master.flats[0].axis if master.flats else None)
+        counted = self.ties.counted(master.flats)
+        self._counted = tuple(flat for flat in counted if counts is None or counts(flat))
         self.device = device or (master.flats[0].device if master.flats else None)
         self.absence = Absence()
         self.outcome: Outcome | None = None
@@ -148,7 +152,7 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
 
     def _judge(self) -> Outcome:
         """Collective over the norm's axis."""
-        shards = [shard for flat in self.ties.counted(self.master.flats) for shard in flat.gradients.shards()]
+        shards = [shard for flat in self._counted for shard in flat.gradients.shards()]
         if self.computes_norm or not shards:
             mine = sum_of_squares(shards)
         else:

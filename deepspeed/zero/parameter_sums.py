@@ -1,5 +1,7 @@
 """Sums over whole parameters when each rank steps parts of them: one all-reduce of one row per parameter.
 
+Experts that other ranks hold others in the place of have an all-reduce of their own, over their own shard axis.
+
     own parts   rows of p1, p3 --+                                           +--> rows of p1, p3
                                  +--> [p0|p1|p2|p3|...] x K --all-reduce--> -+
     others      rows of p0, p3 --+    zero where a rank holds nothing
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor
 
 from deepspeed import comm
+from deepspeed.topology.mesh import AxisGroup
 from deepspeed.zero.flat import FlatGroup
 from deepspeed.zero.walk import Slice
 
@@ -28,16 +31,22 @@ class ShardedSums:
     Args:
         slices: this rank's parts, each of one parameter.
         flats: the flat groups they belong to; the same on all ranks, at least one.
+        whole_axis: the ranks that hold all shards of all groups.
     """
 
-    def __init__(self, slices: Sequence[Slice], flats: Sequence[FlatGroup]) -> None:
-        self._axis = flats[0].axis
+    def __init__(self, slices: Sequence[Slice], flats: Sequence[FlatGroup], whole_axis: AxisGroup) -> None:
+        self._whole_axis = whole_axis
         self._device = flats[0].values.device
         first_rows: dict[int, int] = {}
         self._parameters = 0
-        for flat in flats:
-            first_rows[id(flat)] = self._parameters
-            self._parameters += len(flat.members)
+        self._rows_of: list[tuple[AxisGroup, slice]] = []
+        for axis in dict.fromkeys(flat.axis for flat in flats):
+            begin = self._parameters
+            for flat in flats:
+                if flat.axis is axis:
+                    first_rows[id(flat)] = self._parameters
+                    self._parameters += len(flat.members)
+            self._rows_of.append((axis, slice(begin, self._parameters)))
         self._rows = {
             id(s.param): first_rows[id(s.flat)] + next(s.flat.own_fragments(s.start, s.stop)).index for s in slices
         }
@@ -48,12 +57,15 @@ class ShardedSums:
         index = self._index(parts)
         rows_AK = torch.zeros(self._parameters, partial_PK.shape[1], dtype=partial_PK.dtype, device=self._device)
         rows_AK.index_copy_(0, index, partial_PK.to(self._device))
-        return self.of_all(rows_AK).index_select(0, index)
+        for axis, rows in self._rows_of:
+            if axis.size > 1:
+                comm.all_reduce(rows_AK[rows], group=axis.group)
+        return rows_AK.index_select(0, index)
 
     def of_all(self, partial_K: Tensor) -> Tensor:
         """See `ops.sums.ParameterSums`."""
         total = partial_K.to(self._device)
-        comm.all_reduce(total, group=self._axis.group)
+        comm.all_reduce(total, group=self._whole_axis.group)
         return total
 
     def _index(self, parts: Sequence[Tensor]) -> Tensor:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from deepspeed import comm
 from deepspeed.errors import UsageError
-from deepspeed.topology.mesh import AxisGroup
 from deepspeed.zero.pool import UnitPool, outside_inference_mode
 from deepspeed.zero.published import ZeroParamStatus, set_status
 from deepspeed.zero.states import Piece, ShardState, Unit
@@ -39,13 +38,11 @@ class PrivateCopies:
     Args:
         pool: gathers and releases.
         units: `id(param)` -> its unit.
-        axis: the ranks that share the parameters.
     """
 
-    def __init__(self, pool: UnitPool, units: Mapping[int, Unit], axis: AxisGroup) -> None:
+    def __init__(self, pool: UnitPool, units: Mapping[int, Unit]) -> None:
         self._pool = pool
         self._units = units
-        self._axis = axis
         self._copies: dict[int, _Copy] = {}
         self._places = {
             id(member.param): (piece, index)
@@ -109,6 +106,8 @@ class PrivateCopies:
     def store(self, params: Iterable[nn.Parameter], source_rank: int) -> None:
         """Make the values that global rank `source_rank` has in `params` everybody's. Collective over the shard axis.
 
+        Of experts that it does not hold, those of the first rank that does.
+
         Raises:
             UsageError: a parameter was not fetched, or has another shape now.
         """
@@ -128,8 +127,10 @@ class PrivateCopies:
         assert copy is not None  # it was refused
         with outside_inference_mode(), torch.no_grad():
             values = param.data.to(piece.flat.dtype).contiguous()
-            if self._axis.size > 1:
-                comm.broadcast(values, src=source_rank, group=self._axis.group)
+            axis = piece.flat.axis
+            if axis.size > 1:
+                source = axis.ranks[0] if piece.flat.kind.is_expert and source_rank not in axis.ranks else source_rank
+                comm.broadcast(values, src=source, group=axis.group)
             piece.flat.write_parameter(piece.positions[index], values)
             copy.values.copy_(values)
             param.data = copy.values

@@ -133,7 +133,8 @@ class GradientReducer:
 
     Args:
         flats: the trained flat groups; their gradient stores are attached.
-        axis: the ranks whose mean is taken.
+        axis: the ranks that run backward together.
+        axis_of: the ranks over which the mean of a group's gradients is taken; None: all of `axis`.
         is_boundary: asked once at the start of each backward: is it the last before the update?
         check_scaled: called at the start of each backward; raises when the loss should have been scaled (fp16).
         is_overlapped: launch full buckets during backward (`overlap_comm`); False waits for each at once where buckets must
@@ -149,6 +150,7 @@ class GradientReducer:
         axis: AxisGroup,
         *,
         is_boundary: Callable[[], bool],
+        axis_of: Callable[[FlatGroup], AxisGroup] | None = None,
         check_scaled: Callable[[], None] | None = None,
         is_overlapped: bool = True,
         allows_unused: bool = True,
@@ -166,7 +168,7 @@ class GradientReducer:
         self._is_overlapped = is_overlapped
         kinds = {True: _RowSparseBucket, False: _Bucket}
         buckets = [
-            kinds[flat.kind.is_row_sparse](flat, number, axis)
+            kinds[flat.kind.is_row_sparse](flat, number, axis if axis_of is None else axis_of(flat))
             for flat in flats
             for number in range(len(flat.layout.buckets))
         ]
@@ -400,21 +402,13 @@ class GradientReducer:
         """
         if not self.flats:  # a stage of a pipeline without parameters
             return {}
-        device = self.flats[0].device
-        zero = torch.zeros((), device=device)
-        brought = [zero if bucket.brought is None else bucket.brought.float() for bucket in self._buckets]
-        mine_B = torch.isfinite(torch.stack(brought)).logical_not().float()
-        flags_RB = torch.ones(self.axis.size, len(self._buckets), device=device)
-        members = torch.tensor([flag for bucket in self._buckets for flag in bucket.nonfinite_members()], device=device)
-        if self.axis.size > 1:
-            comm.all_gather_into_tensor(flags_RB.view(-1), mine_B, group=self.axis.group)
-            comm.all_reduce(members, op=comm.ReduceOp.MAX, group=self.axis.group)
-        is_bad = iter(members.tolist())
         origin: dict[str, list[int]] = {}
-        for bucket, flags_R in zip(self._buckets, flags_RB.unbind(1), strict=True):
-            ranks = [rank for rank, flag in zip(self.axis.ranks, flags_R.tolist(), strict=True) if flag > 0]
-            names = [bucket.flat.members[slot.index].name for slot in bucket.slots if next(is_bad)]
-            origin.update((name, ranks) for name in names)
+        for axis in dict.fromkeys(bucket.axis for bucket in self._buckets):  # in one order on all ranks
+            origin.update(_nonfinite_origin([bucket for bucket in self._buckets if bucket.axis is axis], axis))
+        if any(flat.kind.is_expert for flat in self.flats):  # other ranks have others
+            found: list[Any] = [None] * self.axis.size
+            comm.all_gather_object(found, origin, group=self.axis.group)
+            origin = {name: ranks for of_rank in found for name, ranks in of_rank.items()}
         return origin
 
     def _require_members(self) -> None:
@@ -437,3 +431,22 @@ class GradientReducer:
 def _names_of(flats: Sequence[FlatGroup]) -> dict[int, str]:
     """Names of all parameters, by their id."""
     return {id(member.param): member.name for flat in flats for member in flat.members}
+
+
+def _nonfinite_origin(buckets: Sequence[_Bucket], axis: AxisGroup) -> dict[str, list[int]]:
+    device = buckets[0].flat.device
+    zero = torch.zeros((), device=device)
+    brought = [zero if bucket.brought is None else bucket.brought.float() for bucket in buckets]
+    mine_B = torch.isfinite(torch.stack(brought)).logical_not().float()
+    flags_RB = torch.ones(axis.size, len(buckets), device=device)
+    members = torch.tensor([flag for bucket in buckets for flag in bucket.nonfinite_members()], device=device)
+    if axis.size > 1:
+        comm.all_gather_into_tensor(flags_RB.view(-1), mine_B, group=axis.group)
+        comm.all_reduce(members, op=comm.ReduceOp.MAX, group=axis.group)
+    is_bad = iter(members.tolist())
+    origin: dict[str, list[int]] = {}
+    for bucket, flags_R in zip(buckets, flags_RB.unbind(1), strict=True):
+        ranks = [rank for rank, flag in zip(axis.ranks, flags_R.tolist(), strict=True) if flag > 0]
+        names = [bucket.flat.members[slot.index].name for slot in bucket.slots if next(is_bad)]
+        origin.update((name, ranks) for name in names)
+    return origin

@@ -116,13 +116,14 @@ def agree(tensors: Sequence[tuple[str, Tensor]], axis: AxisGroup) -> None:
     )
 
 
-def held_alike(flats: Iterable[FlatGroup]) -> Iterator[tuple[str, Tensor]]:
+def held_alike(flats: Iterable[FlatGroup], *, of_experts: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Whole parameters, bucket by bucket: what the data-parallel ranks hold alike between an update and the next.
 
-    Nothing of groups whose parameters are sharded.
+    Nothing of groups whose parameters are sharded. Experts that are spread over ranks are alike among fewer: they are asked
+    for with `of_experts`, and nothing else is given then.
     """
     for flat in flats:
-        if flat.is_sharded:
+        if flat.is_sharded or flat.kind.is_expert != of_experts:
             continue
         for number, bucket in enumerate(flat.layout.buckets):
             slots = flat.layout.slots[bucket.first_slot : bucket.last_slot]

@@ -40,12 +40,14 @@ class StatePiece:
     values: Tensor | DeferredTensor
 
 
-def state_pieces(master: MasterWeights, parts: int = 1, part: int = 0) -> Iterator[StatePiece]:
-    """Tensor state in the `part`-th of `parts` even ranges of this rank's shard space of each flat group.
+def state_pieces(master: MasterWeights, parts: int = 1, part: int = 0, of: FlatGroup | None = None) -> Iterator[StatePiece]:
+    """Tensor state in the `part`-th of `parts` even ranges of this rank's shard space of each flat group, or of one.
 
     Views, or what reads them.
     """
     for s in master.slices:
+        if of is not None and s.flat is not of:
+            continue
         low, high = even_range(s.flat.layout.shard_numel, parts, part)
         beside = master.kept_beside(s)
         for key, value in {**master.state_of(s), **beside}.items():

@@ -37,7 +37,7 @@ from deepspeed.errors import UsageError
 from deepspeed.offload.parameters import TieredShards
 from deepspeed.sharding import FlatLayout
 from deepspeed.topology.mesh import AxisGroup
-from deepspeed.zero.flat import NamedParameter
+from deepspeed.zero.flat import Kind, NamedParameter
 from deepspeed.zero.published import ZeroParamStatus, set_status
 
 __all__ = [
@@ -87,12 +87,19 @@ class ShardedFlat(Protocol):
     members: tuple[NamedParameter, ...]
     shapes: tuple[torch.Size, ...]
     layout: FlatLayout
+    axis: AxisGroup
+    """The ranks that share the parameters."""
+
     tier: TieredShards | None
     """Where the shards of some buckets rest outside memory; None: nothing does."""
 
     @property
     def is_sharded(self) -> bool:
         """Whether the parameters are sharded at all."""
+
+    @property
+    def kind(self) -> Kind:
+        """What they have in common."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -185,23 +192,19 @@ def gather_by_gatherer(piece: Piece, into_F: Tensor) -> Work:
     return piece.flat.gather_bucket(piece.number, into_F)
 
 
-def gather_by_all_reduce(axis: AxisGroup) -> Launch:
+def gather_by_all_reduce(piece: Piece, into_F: Tensor) -> Work:
     """Gather by an all-reduce over buffers that are zero but for the rank's own shard (`use_all_reduce_for_fetch_params`).
 
     Bytes are summed, not numbers: negative zero and NaN arrive as they are.
     """
-
-    def launch(piece: Piece, into_F: Tensor) -> Work:
-        bucket = piece.flat.layout.buckets[piece.number]
-        start, stop = piece.flat.layout.shard_range(bucket)
-        into_F.zero_()
-        own_S = into_F.view(axis.size, stop - start)[axis.rank]
-        own_S.copy_(piece.flat.read_values(start, stop))
-        if axis.size > 1:
-            comm.all_reduce(into_F.view(torch.uint8), group=axis.group)
-        return _Done()
-
-    return launch
+    axis, bucket = piece.flat.axis, piece.flat.layout.buckets[piece.number]
+    start, stop = piece.flat.layout.shard_range(bucket)
+    into_F.zero_()
+    own_S = into_F.view(axis.size, stop - start)[axis.rank]
+    own_S.copy_(piece.flat.read_values(start, stop))
+    if axis.size > 1:
+        comm.all_reduce(into_F.view(torch.uint8), group=axis.group)
+    return _Done()
 
 
 def one_at_a_time(launch: Launch) -> Launch:

@@ -127,7 +127,7 @@ def shard(
             member = NamedParameter(name, param, order, unit_of[id(param)], param.shape)
             by_kind.setdefault(kind, []).append(member)
     flats = [_flat(kind, members, axis, is_late, may_share_memory) for kind, members in by_kind.items()]
-    return Sharded(model, plans, flats, build_coordinator(model, plans, flats, settings or GatherSettings(), axis))
+    return Sharded(model, plans, flats, build_coordinator(model, plans, flats, settings or GatherSettings()))
 
 
 def _flat(kind: Kind, members: list[NamedParameter], axis: AxisGroup, is_late: bool, may_share_memory: bool) -> FlatGroup:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 
 from deepspeed.config import DeepSpeedConfig
+from deepspeed.engine.axes import ModelAxes, ZeroAxes
 from deepspeed.engine.partition import Partition, attach_gradient_stores, plan_partition
 from deepspeed.errors import ArgumentError
 from deepspeed.precision.policy import DtypePolicy
@@ -17,7 +17,7 @@ from deepspeed.topology.mesh import AxisGroup
 from deepspeed.zero.flat import owner_of
 from deepspeed.zero.gradients import ShardedGradients, ViewGradients, WholeGradients
 
-ALONE: Any = SimpleNamespace(rank=0, data_parallel=AxisGroup([0], 0, group=object()))  # type: ignore[arg-type]
+ALONE = AxisGroup([0], 0, group=object())  # type: ignore[arg-type]
 
 
 def settings(stage: int, **blocks: Any) -> DeepSpeedConfig:
@@ -27,8 +27,10 @@ def settings(stage: int, **blocks: Any) -> DeepSpeedConfig:
 
 def plan(model: nn.Module, config: DeepSpeedConfig, optimizer: torch.optim.Optimizer | None) -> Partition:
     policy = DtypePolicy.from_config(config, "cpu")
-    partition = plan_partition(model, config, ALONE, policy, optimizer)
-    attach_gradient_stores(partition, config, policy, ALONE)
+    dense = ZeroAxes.of(ALONE, config.zero_optimization.stage)
+    axes = ModelAxes(dense, dense, ALONE, has_replicas=False)
+    partition = plan_partition(model, config, axes, policy, optimizer)
+    attach_gradient_stores(partition, config, policy)
     return partition
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from deepspeed.errors import UsageError
 from deepspeed.zero.published import ZeroParamStatus
 from deepspeed.zero.states import Piece, ShardState, Unit, UnitStateError, gather_by_all_reduce, one_at_a_time
-from tests.support.sharded import ALONE, shard
+from tests.support.sharded import shard
 
 
 def _unit(module: nn.Module | None = None, *, is_late: bool = False) -> Unit:
@@ -131,7 +131,7 @@ def test_all_reduce_brings_every_bit_of_the_shard() -> None:
     module = nn.Linear(4, 1, bias=False)
     module.weight.data = torch.tensor([[-0.0, float("nan"), float("-inf"), 1e-45]])
     unit = _unit(module, is_late=True)
-    unit.launch = gather_by_all_reduce(ALONE)
+    unit.launch = gather_by_all_reduce
     unit.gather()
     unit.wait()
     want = torch.tensor([[-0.0, float("nan"), float("-inf"), 1e-45]])
