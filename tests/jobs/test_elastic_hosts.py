@@ -137,7 +137,7 @@ def test_a_job_that_gives_up_ends_on_all_hosts_with_the_status_of_its_rank(clust
         assert "[rank 1] about to fail" in job.output
 
 
-def test_the_loss_of_the_first_host_is_told_and_ends_the_job(cluster: Hosts, tmp_path: Path) -> None:
+def test_the_loss_of_the_first_host_is_settled_and_ends_the_job(cluster: Hosts, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(WAITING)
     with start(cluster, tmp_path, "--elastic_training", "script.py", "wait", on=2) as job:
         until(lambda: all((tmp_path / f"{rank}of3").exists() for rank in range(3)), job, "three ranks run")

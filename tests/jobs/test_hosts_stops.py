@@ -76,7 +76,7 @@ def _assert_gone(cluster: Hosts, job: Job, since: float, seconds: float = 5.0) -
     assert not [process for host in cluster for process in host.jobs() if process.name() != "sshd"]
 
 
-def test_a_rank_that_is_stopped_alone_on_its_host_is_told_and_goes_on(cluster: Hosts, tmp_path: Path) -> None:
+def test_a_rank_that_is_stopped_alone_on_its_host_is_settled_and_goes_on(cluster: Hosts, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     with host_job(cluster, tmp_path, ["train.py"]) as job:
         _wait_until_ranks_live(tmp_path, 3)

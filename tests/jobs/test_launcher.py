@@ -45,7 +45,7 @@ def _read(folder: Path) -> list[dict[str, Any]]:
     return [json.loads((folder / f"rank{rank}").read_text()) for rank in range(len(list(folder.glob("rank*"))))]
 
 
-def test_each_rank_is_told_its_place(tmp_path: Path, tell: Path) -> None:
+def test_each_rank_is_settled_its_place(tmp_path: Path, tell: Path) -> None:
     for rank, told in enumerate(_told(tmp_path, ["--num_gpus", "3", str(tell)])):
         environ = told["environ"]
         assert (environ["RANK"], environ["LOCAL_RANK"], environ["WORLD_SIZE"]) == (str(rank), str(rank), "3")
@@ -138,7 +138,7 @@ def test_a_command_that_is_not_python_runs_after_a_separator(tmp_path: Path) -> 
     assert [(tmp_path / f"told{rank}").read_text() for rank in (0, 1)] == ["0|a b|--|c|", "1|a b|--|c|"]
 
 
-def test_a_command_that_does_not_exist_is_told(tmp_path: Path) -> None:
+def test_a_command_that_does_not_exist_is_settled(tmp_path: Path) -> None:
     status, output = run_job(tmp_path, ["--num_gpus", "2", "--no_python", "./none"])
     assert status == 1
     assert "rank 0 cannot run './none': No such file or directory" in output

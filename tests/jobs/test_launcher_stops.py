@@ -99,7 +99,7 @@ def test_a_job_that_ended_while_its_command_was_stopped_has_its_status(tmp_path:
         job.assert_gone(time.monotonic())
 
 
-def test_a_stopped_rank_is_told_and_ends_with_the_others(tmp_path: Path) -> None:
+def test_a_stopped_rank_is_settled_and_ends_with_the_others(tmp_path: Path) -> None:
     (tmp_path / "tick.py").write_text(TICK)
     with Job(tmp_path, ["--num_gpus", "2", "tick.py"]) as job:
         _wait_until_ranks_live(tmp_path)

@@ -93,7 +93,7 @@ def test_a_script_that_fails_passes_its_status_on(tmp_path: Path) -> None:
     assert "The script failed as configured, with exit status 7" in output
 
 
-def test_a_script_without_an_engine_is_told_so(tmp_path: Path) -> None:
+def test_a_script_without_an_engine_is_settled_so(tmp_path: Path) -> None:
     (tmp_path / "nothing.py").write_text("print('done')")
     status, output = _verify(tmp_path, "nothing.py")
     assert status == 1

@@ -212,7 +212,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[Outco
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_rank_is_told(name: str, outcomes: dict[str, Future[Outcome]]) -> None:
+def test_every_rank_is_settled(name: str, outcomes: dict[str, Future[Outcome]]) -> None:
     case, outcome = CASES[name], outcomes[name].result()
     lost = 1 if name.startswith(("exception", "killed", "stopped")) else 0
     assert len(outcome.texts) == case.world_size - lost, outcome

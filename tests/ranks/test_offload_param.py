@@ -534,7 +534,7 @@ def _below_stage_3(rank: int, world_size: int, folder: Path) -> list[int]:
     return _away(engine)
 
 
-def test_below_stage_3_parameters_stay_where_they_are_and_the_user_is_told(
+def test_below_stage_3_parameters_stay_where_they_are_and_the_user_is_settled(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert run_ranks(_below_stage_3, 1, tmp_path) == [[]]

@@ -45,7 +45,7 @@ def _compared(rank: int, world_size: int, stage: int) -> Any:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_one_flipped_bit_on_one_rank_is_told_to_all_with_bucket_parameters_and_rank(stage: int) -> None:
+def test_one_flipped_bit_on_one_rank_is_settled_to_all_with_bucket_parameters_and_rank(stage: int) -> None:
     for text, count in run_ranks(_compared, 3, stage):
         assert count
         assert "values that ranks [0, 1, 2] must hold alike differ" in text

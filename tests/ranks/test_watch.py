@@ -69,7 +69,7 @@ def _different_sizes(rank: int, _world_size: int, is_async: bool) -> Any:
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_one_call_with_different_sizes_is_told_before_gloo_meets_it(is_async: bool) -> None:
+def test_one_call_with_different_sizes_is_settled_before_gloo_meets_it(is_async: bool) -> None:
     for text, seconds in run_ranks(_different_sizes, 2, is_async, env=ENV):
         assert "rank 0 made broadcast of 256 bytes (module 'b'), but rank 1 broadcast of 32 bytes (module 'a')" in text
         assert seconds < 10
@@ -139,7 +139,7 @@ def _one_more(rank: int, _world_size: int, is_async: bool) -> Any:
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_one_call_too_many_is_told_although_the_others_wait_elsewhere(is_async: bool) -> None:
+def test_one_call_too_many_is_settled_although_the_others_wait_elsewhere(is_async: bool) -> None:
     for text, seconds in run_ranks(_one_more, 2, is_async, env=ENV):
         assert "rank 1 waits in all_reduce of 16 bytes (module 'head'), call 2 of ranks [0, 1]" in text
         assert "rank 0 waits in barrier, call 1 of ranks [0, 1]" in text
@@ -258,7 +258,7 @@ def _shared_buckets(rank: int, _world_size: int) -> Any:
     return _told(lambda: reducer.launch(32, 64).wait(), "bucket 1")
 
 
-def test_a_bucket_too_many_in_shared_memory_is_told_on_both_sides() -> None:
+def test_a_bucket_too_many_in_shared_memory_is_settled_on_both_sides() -> None:
     for text, seconds in run_ranks(_shared_buckets, 2, env=ENV):
         assert (
             "rank 0 waits in the mean of gradient elements [32, 64) of 64, to launch it (bucket 1) for rank(s) [1]" in text
@@ -294,7 +294,7 @@ def _third_rank_elsewhere(rank: int, _world_size: int) -> Any:
     return _told(lambda: comm.all_reduce(values, group=other))
 
 
-def test_a_rank_in_user_code_is_told_at_its_next_call() -> None:
+def test_a_rank_in_user_code_is_settled_at_its_next_call() -> None:
     for text, _ in run_ranks(_third_rank_elsewhere, 3, env=ENV):
         assert "rank 0 made all_reduce of 16 bytes (expert 0), but rank 1 reduce of 16 bytes (expert 1)" in text
         assert "rank 2 is not in a collective" in text

@@ -86,7 +86,7 @@ def test_little_shared_memory_is_warned_about(megabytes: int, is_warned: bool, m
     assert not any("--shm-size" in line for line in report_lines(report, with_ops=True, with_warnings=False))
 
 
-def test_a_machine_without_shared_memory_is_told_and_not_warned_about(tmp_path: Path) -> None:
+def test_a_machine_without_shared_memory_is_settled_and_not_warned_about(tmp_path: Path) -> None:
     report = gather(tmp_path / "none")
     assert ("shm", "absent") in {(fact.key, fact.value) for fact in report.facts}
     assert not [text for text in report.warnings if "shm" in text]
@@ -133,7 +133,7 @@ def test_a_terminal_gets_tables_with_the_marks_spelt_out(
     assert "torch version" in text
 
 
-def test_a_hostfile_that_cannot_be_used_is_told_in_a_sentence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_hostfile_that_cannot_be_used_is_settled_in_a_sentence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "hosts").write_text("worker-0\n")
     with pytest.raises(SystemExit) as ended:
         cli_main(["--all-hosts", "-H", str(tmp_path / "hosts")])

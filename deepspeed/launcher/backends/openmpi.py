@@ -6,6 +6,8 @@ A file with one line per rank and `--map-by seq` keep the order of ranks that wa
 [Note: own name] That mapper compares names, and mpirun knows its own machine by one alone: what that calls itself. In a
 hostfile that calls it otherwise (an address, a name of another network) it would be "a node that is not in your allocation".
 
+[Note: statuses] It would wait some 3 s for processes that it ends after one has failed: `launch`, [Note: patience].
+
 [Note: binding] It would bind each rank to a core or a socket. Our launcher binds, where it is asked to.
 """
 

@@ -52,6 +52,10 @@ class Link(Protocol):
         """Whether all others are done, or cannot be waited for."""
 
     @property
+    def is_settled(self) -> bool:
+        """Whether all others are done and the command that started the job knows why."""
+
+    @property
     def next_time(self) -> float:
         """When `tick` must be called again."""
 
@@ -73,6 +77,7 @@ class Alone:
 
     may_start = True
     is_hurried = False
+    is_settled = False
     next_time = float("inf")
 
     def __init__(self) -> None:

@@ -85,6 +85,11 @@ class MemberLink:
         return self._member.is_over
 
     @property
+    def is_settled(self) -> bool:
+        """See `Link`."""
+        return self._member.is_settled
+
+    @property
     def is_heard(self) -> bool:
         """Whether the hub has taken us in, and so hears what we say."""
         return self._member.was_let_in and not self._member.is_over

@@ -124,6 +124,7 @@ class Hub:
     _seats: dict[int, int] = field(default_factory=dict)  # the peer that has joined as each member
     _front_end: int | None = None
     _awaited: set[int] = field(default_factory=set)  # members that have joined and are neither done nor lost
+    _has_lost: bool = False  # a member that was not done
     _said_missing: float = 0.0
     _deadline: float = float("inf")  # of the phase
     _next_beat: float = 0.0
@@ -167,6 +168,7 @@ class Hub:
             return []  # it may be started again
         if not is_awaited:
             return self._leave_if_all_are_done(now)
+        self._has_lost = True
         cause = Cause(255, f"{self.job.name_of(who.member)} was lost: {why}")
         return [*self._failed(cause, now), *self._leave_if_all_are_done(now)]
 
@@ -331,7 +333,8 @@ class Hub:
 
     def _over(self) -> list[HubAction]:
         self.phase, self._deadline = HubPhase.OVER, float("inf")
-        return self._say_to_all(Done())
+        is_settled = self._front_end is not None and not self._awaited and not self._has_lost
+        return self._say_to_all(Done(is_settled))
 
 
 def _silence(seconds: float) -> str:

@@ -74,6 +74,9 @@ class Member:
     was_let_in: bool = False
     """Whether the hub has said more than a greeting."""
 
+    is_settled: bool = False
+    """Whether all members are done and the front end knows why."""
+
     _heard: float = float("inf")
     _next_beat: float = float("inf")
 
@@ -109,6 +112,7 @@ class Member:
             self.is_hurried = self.is_hurried or message.is_now
             self.phase = MemberPhase.STOPPING if not self.is_over else self.phase
         elif isinstance(message, Done):
+            self.is_settled = message.is_settled
             self._end(self.cause)
         return []
 

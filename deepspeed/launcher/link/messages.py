@@ -48,7 +48,7 @@ __all__ = [
     "split_lines",
 ]
 
-PROTOCOL = 1
+PROTOCOL = 2
 LINE_NBYTES = 16384
 _TEXT_CHARACTERS = 1200  # twelve bytes each at most: JSON writes what is not ASCII as \uXXXX, twice for a pair
 
@@ -120,6 +120,9 @@ class Stop:
 @dataclass(frozen=True)
 class Done:
     """See the picture above."""
+
+    is_settled: bool = False
+    """From the hub: whether all members are done and the front end has heard why, so that no exit status need say more."""
 
 
 Message = Greeting | Hello | Go | Refused | Beat | Failed | Stop | Done

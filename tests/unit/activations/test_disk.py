@@ -124,7 +124,7 @@ def test_staging_buffers_are_used_again(place: DiskPlace) -> None:
     assert made == [4096]
 
 
-def test_a_write_that_failed_is_told_when_the_value_is_wanted_from_the_disk(place: DiskPlace, slow: Slow) -> None:
+def test_a_write_that_failed_is_settled_when_the_value_is_wanted_from_the_disk(place: DiskPlace, slow: Slow) -> None:
     rest = place.put(_value())
     slow.number = errno.ENOSPC
     with pytest.raises(FileIoError, match="No space left") as error:
@@ -132,7 +132,7 @@ def test_a_write_that_failed_is_told_when_the_value_is_wanted_from_the_disk(plac
     assert error.value.errno == errno.ENOSPC
 
 
-def test_an_abandoned_write_that_failed_is_told_by_the_next_put(place: DiskPlace, slow: Slow) -> None:
+def test_an_abandoned_write_that_failed_is_settled_by_the_next_put(place: DiskPlace, slow: Slow) -> None:
     place.put(_value())
     slow.number = errno.EIO
     for ticket in slow.waiting:
@@ -143,7 +143,7 @@ def test_an_abandoned_write_that_failed_is_told_by_the_next_put(place: DiskPlace
     place.put(_value()).settle()
 
 
-def test_a_read_that_failed_is_told(place: DiskPlace, slow: Slow) -> None:
+def test_a_read_that_failed_is_settled(place: DiskPlace, slow: Slow) -> None:
     rest = place.put(_value())
     rest.settle()
     rest.bring()
@@ -152,7 +152,7 @@ def test_a_read_that_failed_is_told(place: DiskPlace, slow: Slow) -> None:
         rest.value()
 
 
-def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_settled(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(FileIoError, match="no folder could be made"):
         DiskPlace(IoEngine(), tmp_path / "file", ReusedBuffers(aligned_empty), Lane())

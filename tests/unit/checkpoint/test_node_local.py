@@ -205,7 +205,7 @@ def test_merging_without_a_nodes_folder_says_which(tmp_path: Path) -> None:
     assert not (tmp_path / "all").exists()
 
 
-def test_damage_on_one_node_is_told_on_all(tmp_path: Path) -> None:
+def test_damage_on_one_node_is_settled_on_all(tmp_path: Path) -> None:
     _raise_all(_save(tmp_path, 7.0))
     path = tmp_path / "node1" / "t" / "rank_00003.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")

@@ -125,7 +125,7 @@ def test_names_and_sizes_that_may_differ_do_not_part_ranks() -> None:
     assert Judge(5.0).look(reports) == ""
 
 
-def test_where_names_began_to_differ_is_told_with_a_deadlock() -> None:
+def test_where_names_began_to_differ_is_settled_with_a_deadlock() -> None:
     head, body = Call("gather", 64, "head"), Call("gather", 64, "body")
     first = _waiting(0, "b", a=_channel(body, body), b=_channel(REDUCE))
     second = _waiting(1, "a", a=_channel(body, head, head))

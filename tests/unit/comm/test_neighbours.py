@@ -54,7 +54,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
 
 
-def test_a_stopped_rank_is_told_after_some_seconds_and_no_more_once_it_goes_on(child: subprocess.Popen[bytes]) -> None:
+def test_a_stopped_rank_is_settled_after_some_seconds_and_no_more_once_it_goes_on(child: subprocess.Popen[bytes]) -> None:
     clock = Clock()
     neighbours = _with_rank_1(child, clock)
     assert _looks(neighbours, clock, 10) == ""

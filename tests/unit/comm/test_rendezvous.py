@@ -115,7 +115,7 @@ def test_an_address_where_nobody_listens_and_a_name_that_nobody_knows_are_told_a
         connect("node.invalid", 1, _arrival(1), LIMIT, _hurried([], 60.0))
 
 
-def test_a_service_that_is_no_store_is_told() -> None:
+def test_a_service_that_is_no_store_is_settled() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()

@@ -292,7 +292,7 @@ def test_worker_processes_give_the_same_batches() -> None:
     assert batches(made(9, 2, num_local_io_workers=2)) == batches(made(9, 2))
 
 
-def test_the_timer_is_told_of_each_pass() -> None:
+def test_the_timer_is_settled_of_each_pass() -> None:
     class Timer:
         passes = 0
 

@@ -108,7 +108,7 @@ def test_what_the_scheduler_was_told_must_be_what_the_job_has(monkeypatch: pytes
 
 
 @pytest.mark.parametrize(("text", "reason"), [("{", "is no JSON"), ("[1]", "holds a list")])
-def test_a_scheduler_that_says_something_else_is_told(monkeypatch: pytest.MonkeyPatch, text: str, reason: str) -> None:
+def test_a_scheduler_that_says_something_else_is_settled(monkeypatch: pytest.MonkeyPatch, text: str, reason: str) -> None:
     monkeypatch.setenv("DEEPSPEED_ELASTICITY_CONFIG", text)
     with pytest.raises(ElasticityConfigError, match=reason):
         ensure_immutable_elastic_config(config()["elasticity"])

@@ -117,7 +117,7 @@ def test_a_job_that_goes_on_has_no_cause(store: DictStore) -> None:
     assert read_ended(store) is None
 
 
-def test_a_store_that_cannot_be_reached_is_told_and_ends_the_thread(
+def test_a_store_that_cannot_be_reached_is_settled_and_ends_the_thread(
     member: Callable[[int], Membership], store: DictStore
 ) -> None:
     store.is_cut = True

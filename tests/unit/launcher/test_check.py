@@ -117,12 +117,12 @@ def test_a_host_that_talks_of_other_things_is_not_waited_for(talk: str) -> None:
     assert (answer.status, answer.trouble) == (1, "exit status 0")
 
 
-def test_a_host_that_tells_no_facts_is_told() -> None:
+def test_a_host_that_tells_no_facts_is_settled() -> None:
     wordy = f"import sys; print('{survey._MARK}1.0\\n' * 5 + 'Bye!'); sys.stdin.read()"
     assert survey._ask("node1", [sys.executable, "-c", wordy]).trouble == "no facts came, but 'Bye!'"
 
 
-def test_a_host_whose_answer_fails_is_told_in_its_own_words(tmp_path: Path) -> None:
+def test_a_host_whose_answer_fails_is_settled_in_its_own_words(tmp_path: Path) -> None:
     (answer,) = survey.survey(["localhost"], "raise SystemExit('no such thing')", folder=str(tmp_path))
     assert (answer.status, answer.trouble) == (1, "no such thing")
 

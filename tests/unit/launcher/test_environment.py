@@ -32,7 +32,7 @@ def test_a_bare_value_is_taken_as_it_stands(name: str, value: str) -> None:
     assert parse_environment(f"{name}={value}") == {name: value}
 
 
-def test_every_bad_line_is_told_by_number_and_never_by_content() -> None:
+def test_every_bad_line_is_settled_by_number_and_never_by_content() -> None:
     with pytest.raises(EnvironmentFileError) as caught:
         parse_environment(
             "A=1\nhunter2\n1X=hunter2\nA B=hunter2\nQ='hunter2\nR='a' hunter2\n=hunter2", "/home/u/.deepspeed_env"
@@ -61,7 +61,9 @@ def test_an_absolute_name_is_one_file_and_a_missing_one_is_nothing(tmp_path: Pat
     assert read_environment_files(".none", (tmp_path,)) == {}
 
 
-def test_a_file_that_the_user_named_and_that_is_not_there_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_that_the_user_named_and_that_is_not_there_is_settled(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     assert read_environment_files(".none", (tmp_path,), is_required=True) == {}
     assert "there is no file .none, which DS_ENV_FILE names" in caplog.text
 

@@ -44,14 +44,14 @@ def test_a_hostfile_gives_slots_per_host(text: str, slots: dict[str, int]) -> No
     ("line", "correction"),
     [("w0", "w0 slots=N"), ("w0 slots=x", "w0 slots=N"), ("w0 slots = 2", "w0 slots=2"), ("w0 8", "w0 slots=8")],
 )
-def test_a_bad_line_is_told_with_its_number_and_a_correction(line: str, correction: str) -> None:
+def test_a_bad_line_is_settled_with_its_number_and_a_correction(line: str, correction: str) -> None:
     with pytest.raises(ResourceError, match="Hostfile contains a bad entry") as caught:
         parse_hostfile(["ok slots=1", "", line], "/job/hostfile")
     assert "/job/hostfile: line 3" in str(caught.value)
     assert f"write {correction!r}" in str(caught.value)
 
 
-def test_every_bad_line_is_told_at_once() -> None:
+def test_every_bad_line_is_settled_at_once() -> None:
     with pytest.raises(ResourceError) as caught:
         parse_hostfile(["w0", "w1 slots=1", "w1 slots=2", "w2 slots=?"])
     text = str(caught.value)
@@ -129,7 +129,7 @@ def test_filters_that_cannot_be_meant_are_refused(include: str, exclude: str, te
         parse_inclusion_exclusion(POOL, include, exclude)
 
 
-def test_a_misspelt_host_is_told_its_nearest_neighbour() -> None:
+def test_a_misspelt_host_is_settled_its_nearest_neighbour() -> None:
     with pytest.raises(ResourceError, match="did you mean 'worker-1'"):
         parse_inclusion_exclusion({"worker-1": 2, "other": 2}, "workr-1", "")
 

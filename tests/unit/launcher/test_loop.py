@@ -26,7 +26,7 @@ print(told, flush=True)
 """
 
 
-def test_what_came_while_the_process_was_stopped_is_told_though_the_time_is_over() -> None:
+def test_what_came_while_the_process_was_stopped_is_settled_though_the_time_is_over() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         argv = [sys.executable, "-c", WAIT, str(theirs.fileno())]

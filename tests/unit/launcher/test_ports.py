@@ -33,7 +33,7 @@ def test_the_default_port_is_taken_when_it_is_free(monkeypatch: pytest.MonkeyPat
         assert lease.port == free_port
 
 
-def test_a_listener_on_the_default_port_moves_the_job_on_and_is_told(
+def test_a_listener_on_the_default_port_moves_the_job_on_and_is_settled(
     monkeypatch: pytest.MonkeyPatch, free_port: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(ports, "DEFAULT_PORT", free_port)

@@ -52,7 +52,7 @@ def _becomes(rank: Rank, *, is_stopped: bool) -> None:
     wait_until(has_become, f"stopped: {is_stopped}")
 
 
-def test_a_rank_that_is_stopped_is_told_and_when_it_goes_on(rank: Rank, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rank_that_is_stopped_is_settled_and_when_it_goes_on(rank: Rank, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "DeepSpeed"):
         rank.process.send_signal(signal.SIGSTOP)
         _becomes(rank, is_stopped=True)

@@ -39,15 +39,15 @@ def test_a_cpu_machine_runs_as_many_ranks_as_are_named(words: str, environ: Mapp
     assert select_resources(_args(words), None, {**CPU, **environ}) == {"localhost": slots}
 
 
-@pytest.mark.parametrize(("visible", "is_told"), [("2,3", True), ("", False), (None, False)])
+@pytest.mark.parametrize(("visible", "is_settled"), [("2,3", True), ("", False), (None, False)])
 def test_with_a_hostfile_its_slots_count_and_the_variable_does_not(
-    visible: str | None, is_told: bool, caplog: pytest.LogCaptureFixture
+    visible: str | None, is_settled: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     environ = {**CPU, **({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})}
     with caplog.at_level(logging.INFO, "DeepSpeed"):
         assert select_resources(_args(""), {"localhost": 2}, environ) == {"localhost": [0, 1]}
     told = "Detected VISIBLE_DEVICES=2,3: ignored, as the hostfile says which slots there are"
-    assert (told in caplog.text) is is_told
+    assert (told in caplog.text) is is_settled
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_a_hostfile_is_filtered_and_counted_and_the_variable_is_left_out_of_it()
     assert select_resources(_args("--num_nodes 1 --num_gpus 2"), POOL, visible) == {"a": [0, 1]}
 
 
-def test_a_variable_that_is_used_or_ignored_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_variable_that_is_used_or_ignored_is_settled(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "DeepSpeed"):
         select_resources(_args(""), None, {**CPU, "CUDA_VISIBLE_DEVICES": "0,2"})
         assert "Detected VISIBLE_DEVICES=0,2: setting --include=localhost:0,2" in caplog.text

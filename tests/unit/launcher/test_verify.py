@@ -86,7 +86,7 @@ def _run(folder: Path, values: list[float], loss: float = 1.0, name: str = "w") 
     return Recorded(wish)
 
 
-def test_the_worst_step_of_a_parameter_is_told(tmp_path: Path) -> None:
+def test_the_worst_step_of_a_parameter_is_settled(tmp_path: Path) -> None:
     baseline, other = _run(tmp_path / "a", [1.0, 2.0, 3.0]), _run(tmp_path / "b", [1.0, 2.5, 3.5])
     (found,) = compare(baseline, other, 0, [0, 1, 2])
     assert (found.name, found.step, found.absolute, found.of_change) == ("w", 1, 0.5, 0.5)

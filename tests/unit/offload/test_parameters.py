@@ -77,7 +77,7 @@ def test_writing_what_is_published_and_gathering_what_is_not_are_refused(shards:
         shards.write(0, 0, torch.ones(1))
 
 
-def test_a_file_that_was_cut_short_is_told_by_the_gather(shards: TieredShards, tier: ParameterTier) -> None:
+def test_a_file_that_was_cut_short_is_settled_by_the_gather(shards: TieredShards, tier: ParameterTier) -> None:
     _filled(shards)
     with tier.file.file.path.open("r+b") as file:
         file.truncate(4096)
@@ -97,6 +97,6 @@ def test_the_last_group_to_leave_removes_the_file(tier: ParameterTier) -> None:
     assert not folder.exists()
 
 
-def test_space_that_is_not_there_is_told_with_the_numbers(tmp_path: Path) -> None:
+def test_space_that_is_not_there_is_settled_with_the_numbers(tmp_path: Path) -> None:
     with IoEngine() as io, pytest.raises(FileIoError, match=r"needs 4611686018427387904 bytes, \d+ are free"):
         ParameterFile(io, SwapFolder.claim(tmp_path, "test"), 1 << 62)

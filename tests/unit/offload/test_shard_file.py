@@ -40,7 +40,7 @@ def test_the_file_lives_as_long_as_a_run_of_it(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_is_told_with_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_settled_with_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = ShardFile(tmp_path, "test", IoSettings())
 
     def full(fd: int, start: int, nbytes: int) -> None:

@@ -61,7 +61,7 @@ def test_neighbours_are_joined_and_memory_is_bounded(io: IoEngine, tmp_path: Pat
         assert torch.equal(_content(file, torch.float32), values)
 
 
-def test_an_error_is_told_by_settle_and_once(io: IoEngine, tmp_path: Path) -> None:
+def test_an_error_is_settled_by_settle_and_once(io: IoEngine, tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"\0" * 4096)
     file = io.open(path)

@@ -57,7 +57,7 @@ def test_a_library_of_another_version_is_refused_with_the_cure(fresh: pytest.Mon
     assert f"interface {ABI_VERSION}, this package calls interface {ABI_VERSION + 1}: install it again" in why
 
 
-def test_a_file_that_is_no_library_is_told_and_the_twins_serve(
+def test_a_file_that_is_no_library_is_settled_and_the_twins_serve(
     fresh: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken = tmp_path / "_deepspeed_native.so"

@@ -22,7 +22,7 @@ def test_a_described_layer_is_built_from_its_arguments_each_time_anew() -> None:
     assert repr(spec) == "LayerSpec(Linear: 2, 3, bias=False)"
 
 
-def test_building_is_told_when_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+def test_building_is_settled_when_asked_for(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="DeepSpeed"):
         LayerSpec(nn.Linear, 2, 3).build()
         LayerSpec(nn.Linear, 4, 5).build(log=True)

@@ -108,7 +108,7 @@ def test_apply_is_handed_over_child_first_unless_the_watcher_does_not_want_it(wa
     assert len(seen) == 4
 
 
-def test_the_innermost_watcher_is_told_and_everything_is_put_back_at_the_end() -> None:
+def test_the_innermost_watcher_is_settled_and_everything_is_put_back_at_the_end() -> None:
     names = ("__init__", "__init_subclass__", "__getattr__", "named_parameters", "apply")
     before = {(cls, name): vars(cls).get(name) for cls in (nn.Module, nn.Linear, Base) for name in names}
     construction, outer, inner = Construction(), Recorder(), Recorder()

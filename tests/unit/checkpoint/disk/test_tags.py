@@ -83,7 +83,9 @@ def test_a_folder_called_latest_is_an_error_with_a_cure(saves: Path) -> None:
     assert resolve_tag(saves, "step2") == "step2"
 
 
-def test_the_folder_of_a_tag_in_place_of_the_one_above_is_told_apart(saves: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_of_a_tag_in_place_of_the_one_above_is_settled_apart(
+    saves: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cure = f"is itself the folder of a tag: give the folder above it, {saves}, and tag 'step2'."
     assert cure in hint_for(saves / "step2")
     with pytest.raises(CheckpointNotFoundError, match=re.escape(cure)):
@@ -94,7 +96,7 @@ def test_the_folder_of_a_tag_in_place_of_the_one_above_is_told_apart(saves: Path
     assert cure in hint_for(".")
 
 
-def test_a_file_in_place_of_the_folder_is_told_apart(saves: Path) -> None:
+def test_a_file_in_place_of_the_folder_is_settled_apart(saves: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match="latest is a file: give the folder that holds the tags"):
         resolve_tag(saves / "latest")
     with pytest.raises(CheckpointNotFoundError, match="latest is a file: give the folder that holds the tags"):

@@ -63,7 +63,7 @@ def test_the_originals_own_files_are_given_where_there_are_some(name: str, stage
     assert (state["epoch"], state["note"]) == (7, "hello")
 
 
-def test_a_folder_without_them_is_told(tmp_path: Path) -> None:
+def test_a_folder_without_them_is_settled(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"holds no optimizer states.*Give the folder of one tag"):
         get_optim_files(tmp_path)
     with pytest.raises(FileNotFoundError, match="holds no model states of ZeRO stage 3"):

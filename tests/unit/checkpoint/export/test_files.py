@@ -202,7 +202,7 @@ def _which(out: Path, old: dict[str, Tensor], new: dict[str, Tensor]) -> str:
     return "mixture"
 
 
-def test_progress_is_told_in_bytes_per_file(tmp_path: Path) -> None:
+def test_progress_is_settled_in_bytes_per_file(tmp_path: Path) -> None:
     save_net(tmp_path / "in")
     told: dict[str, int] = {}
 
@@ -224,7 +224,7 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path) -> None:
         open_weights(tmp_path / "in")
 
 
-def test_what_is_not_there_is_told_as_the_builtin_that_callers_catch(tmp_path: Path) -> None:
+def test_what_is_not_there_is_settled_as_the_builtin_that_callers_catch(tmp_path: Path) -> None:
     save_net(tmp_path / "in")
     with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint 'x'.*'t'") as caught:
         open_weights(tmp_path / "in", "x")

@@ -62,7 +62,7 @@ def test_a_plain_module_takes_the_weights(tmp_path: Path) -> None:
     assert all(torch.equal(value, expected[name]) for name, value in net.state_dict().items())
 
 
-def test_a_module_that_does_not_fit_is_told_and_not_half_loaded(tmp_path: Path) -> None:
+def test_a_module_that_does_not_fit_is_settled_and_not_half_loaded(tmp_path: Path) -> None:
     save_net(tmp_path)
     net = Net()
     net.extra = torch.nn.Linear(1, 1)
@@ -102,7 +102,7 @@ def test_positional_arguments_are_those_of_the_original(tmp_path: Path) -> None:
     assert "frozen" not in (tmp_path / "out" / "model.safetensors.index.json").read_text()
 
 
-def test_what_is_not_there_is_told_as_the_builtin_that_callers_catch(tmp_path: Path) -> None:
+def test_what_is_not_there_is_settled_as_the_builtin_that_callers_catch(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="is no folder"):
         get_fp32_state_dict_from_zero_checkpoint(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="no file 'latest'"):

@@ -184,7 +184,7 @@ def test_a_value_that_contains_itself_is_read(tmp_path: Path) -> None:
     assert found["number"] == 1
 
 
-def test_what_torch_cannot_build_is_told_without_its_advice_to_unpickle_everything(tmp_path: Path) -> None:
+def test_what_torch_cannot_build_is_settled_without_its_advice_to_unpickle_everything(tmp_path: Path) -> None:
     torch.save({"x": deque([1])}, tmp_path / "a.pt")
     with torch.serialization.safe_globals([deque]), pytest.raises(CheckpointDamagedError, match="lists") as caught:
         load_archive(tmp_path / "a.pt")

@@ -55,7 +55,7 @@ def test_full_weights_equal_those_of_the_original_s_own_consolidation(case: str)
 
 
 @pytest.mark.parametrize("case", [*NET, *OWN, ALIGNED])
-def test_the_state_is_told_in_our_terms(case: str) -> None:
+def test_the_state_is_settled_in_our_terms(case: str) -> None:
     source = open_case(case)
     state = source.state
     assert (state["global_steps"], state["global_samples"], state["skipped_steps"], state["micro_steps"]) == (3, 24, 0, 6)
@@ -304,7 +304,7 @@ def copy(tmp_path: Path) -> Any:
         ("stage2-bf16", "mp_rank_00_model_states.pt", r"no \*_model_states.pt"),
     ],
 )
-def test_a_missing_file_is_told(copy: Any, case: str, missing: str, text: str) -> None:
+def test_a_missing_file_is_settled(copy: Any, case: str, missing: str, text: str) -> None:
     folder = copy(case)
     (folder / missing).unlink()
     with pytest.raises(CheckpointDamagedError, match=text):

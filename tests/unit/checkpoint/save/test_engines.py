@@ -119,7 +119,7 @@ def test_a_state_dict_that_needs_a_pickle_is_refused_and_nothing_is_left(tmp_pat
 
 
 @pytest.mark.parametrize("content", [b"", b"nothing of the kind", b"\x08" + b"\0" * 7 + b"{}      "])
-def test_another_file_is_told_apart(tmp_path: Path, content: bytes) -> None:
+def test_another_file_is_settled_apart(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "f").write_bytes(content)
     with pytest.raises(CheckpointDamagedError, match="f"):
         CheckpointEngine().load(tmp_path / "f")

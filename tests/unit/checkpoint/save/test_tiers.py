@@ -69,7 +69,7 @@ def test_a_damaged_file_is_not_copied_and_what_was_there_stays(tmp_path: Path) -
     assert sorted(path.name for path in (tmp_path / "slow").iterdir()) == ["a", "latest"]
 
 
-def test_a_full_disk_is_told_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_full_disk_is_settled_and_leaves_nothing_behind(tmp_path: Path) -> None:
     folder = save(tmp_path / "fast", "a")
     with pytest.raises(CheckpointError, match="could not copy checkpoint 'a'"):
         copy_checkpoint(folder, tmp_path / "slow", "a", FullDisk(300), save_latest=True)
@@ -131,7 +131,7 @@ def test_the_fast_tier_keeps_a_checkpoint_while_it_is_being_copied(tmp_path: Pat
     assert list_tags(tmp_path / "fast") == ["step4"]
 
 
-def test_a_copy_that_fails_is_told_once_and_the_next_is_made_at_once(tmp_path: Path) -> None:
+def test_a_copy_that_fails_is_settled_once_and_the_next_is_made_at_once(tmp_path: Path) -> None:
     clock, storage = _Clock(), FullDisk(300)
     tiers = Tiers(Keeper(KeepRules()), PersistentTier(tmp_path / "slow", 1000, storage, clock))
     save(tmp_path / "fast", "a")

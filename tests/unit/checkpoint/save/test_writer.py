@@ -162,7 +162,7 @@ def test_a_tag_of_the_longest_kind_is_saved_over_even_where_names_cannot_be_exch
         _save(tmp_path, tag + "x")
 
 
-def test_a_file_in_place_of_the_folder_is_told_with_a_cure(tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_folder_is_settled_with_a_cure(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(CheckpointError, match=r"A file stands where a folder is needed. Remove it, or give"):
         _save(tmp_path / "file")

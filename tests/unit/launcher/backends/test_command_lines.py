@@ -78,7 +78,7 @@ def test_open_mpi_keeps_the_order_of_ranks_and_takes_values_from_its_environment
     assert command.environ == {"UCX_TLS": "tcp", **JOB.exports}
 
 
-def test_open_mpi_is_told_its_own_machine_by_the_name_that_it_knows() -> None:
+def test_open_mpi_is_settled_its_own_machine_by_the_name_that_it_knows() -> None:
     job = dataclasses.replace(JOB, own_names=frozenset({"worker-0"}), own_name="login")
     assert _command("openmpi", job).files == {Path("/scratch/hostfile"): "login\nlogin\nworker-1\nworker-1\n"}
 
@@ -132,7 +132,7 @@ def test_mvapich_gets_the_documented_variables() -> None:
         _command("mvapich", UNEQUAL)
 
 
-def test_slurm_is_told_hosts_order_and_to_fail_at_once() -> None:
+def test_slurm_is_settled_hosts_order_and_to_fail_at_once() -> None:
     command = _command("slurm", dataclasses.replace(JOB, comment="my job", devices_per_host=2, launcher_args=("-p", "gpu")))
     assert command.argv == [
         *("program", "-n", "4", "-p", "gpu", "--comment", "my job", "--nodes", "2", "--ntasks-per-node", "2"),

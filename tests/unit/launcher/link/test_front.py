@@ -31,12 +31,12 @@ def _back_end(code: str) -> subprocess.Popen[bytes]:
     return start_process([sys.executable, "-c", code], os.environ, signal.SIGTERM)
 
 
-@pytest.mark.parametrize("is_told", [True, False])
+@pytest.mark.parametrize("is_settled", [True, False])
 @pytest.mark.parametrize(("code", "status"), [("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 137)])
 def test_without_a_link_the_back_ends_word_counts(
-    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch, code: str, status: int, is_told: bool
+    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch, code: str, status: int, is_settled: bool
 ) -> None:
-    if not is_told:  # as on a kernel before 5.3
+    if not is_settled:  # as on a kernel before 5.3
 
         def pidfd_open(_pid: int) -> int:
             raise OSError(errno.ENOSYS, "Function not implemented")

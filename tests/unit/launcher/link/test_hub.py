@@ -73,6 +73,8 @@ def _line(action: HubAction) -> str:
     what = type(message).__name__.lower()
     if isinstance(message, Stop):
         what += f" {message.cause.status} {message.cause.text}{', now' if message.is_now else ''}"
+    if isinstance(message, Done) and message.is_settled:
+        what += ", settled"
     return f"{NAMES[action.peer]}: {what}"
 
 
@@ -199,7 +201,7 @@ def test_strangers_are_refused_and_change_nothing(number: int, changes: dict[str
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [
-        ({"protocol": 0}, "it speaks version 0, the launcher of rank 0 1: install the same deepspeed on both."),
+        ({"protocol": 0}, "it speaks version 0, the launcher of rank 0 2: install the same deepspeed on both."),
         (
             {"job": "a:2 b:1"},
             "its command names the hosts and slots a:2 b:1, the one on the host of rank 0 a:2 b:2 c:1: use",
@@ -295,6 +297,20 @@ def test_a_host_that_does_not_get_done_is_not_waited_for_for_ever() -> None:
     play.says("a", Done())
     assert play.at(11.9, "ab") == []
     assert play.at(12.0, "ab") == ["a: done", "b: done", "e: done"]
+
+
+def test_members_hear_at_the_end_whether_all_are_done_and_the_front_end_knows_why() -> None:
+    play = _with_front_end()
+    play.says("b", Failed(Cause(139, "rank 1 crashed", 1)))
+    play.says("a", Done())
+    assert play.says("b", Done()) == ["a: done, settled", "b: done, settled", "e: done, settled"]
+    play = _with_front_end()
+    play.goes("e")
+    play.says("a", Done())
+    assert play.says("b", Done()) == ["a: done", "b: done"]
+    play = _with_front_end()
+    play.goes("b")
+    assert play.says("a", Done()) == ["a: done", "e: done"]
 
 
 def test_members_that_share_a_host_are_told_apart() -> None:

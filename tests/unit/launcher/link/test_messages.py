@@ -37,7 +37,7 @@ messages: st.SearchStrategy[Message] = st.one_of(
     st.builds(Refused, texts),
     st.builds(Failed, causes),
     st.builds(Stop, causes, st.booleans()),
-    st.sampled_from([Go(), Beat(), Done()]),
+    st.sampled_from([Go(), Beat(), Done(), Done(is_settled=True)]),
 )
 
 

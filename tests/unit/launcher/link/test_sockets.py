@@ -17,7 +17,7 @@ from deepspeed.launcher.link.cause import Cause
 from deepspeed.launcher.link.client import MemberLink
 from deepspeed.launcher.link.job import LinkedJob, linked_job
 from deepspeed.launcher.link.member import Member
-from deepspeed.launcher.link.messages import Beat, Failed, Greeting, Hello, decode, encode, proof_of
+from deepspeed.launcher.link.messages import PROTOCOL, Beat, Failed, Greeting, Hello, decode, encode, proof_of
 from deepspeed.launcher.link.server import HubServer
 from deepspeed.launcher.loop import Loop
 
@@ -35,9 +35,9 @@ GARBAGE = [
     b'{"say": "go"}\n',
     b'{"say": "done"}\n{"say": "done"}\n',
     b'{"say": "stop", "cause": {"status": 7, "text": "end"}, "is_now": true}\n',
-    encode(Hello(1, 1, "node2", 1, "a:1 b:1", {}, "no proof")).replace(b"no proof", b"\\ud800"),
-    encode(Hello(1, 1, "node2", 1, "a:1 b:1", {}, proof_of("a guess", "nonce"))),
-    encode(Hello(1, None, "node2", 1, "a:1 b:1", {}, proof_of("", ""))),
+    encode(Hello(PROTOCOL, 1, "node2", 1, "a:1 b:1", {}, "no proof")).replace(b"no proof", b"\\ud800"),
+    encode(Hello(PROTOCOL, 1, "node2", 1, "a:1 b:1", {}, proof_of("a guess", "nonce"))),
+    encode(Hello(PROTOCOL, None, "node2", 1, "a:1 b:1", {}, proof_of("", ""))),
 ]
 
 
@@ -154,7 +154,7 @@ def test_a_message_that_is_cut_off_changes_nothing_before_the_start(world: World
         world.until(lambda: bool(_peeked(sock)), "the hub greets")
         greeting = decode(_peeked(sock).split(b"\n")[0])
         assert isinstance(greeting, Greeting)
-        hello = encode(Hello(1, 1, "b", 1, world.job.description, {}, proof_of(TOKEN, greeting.nonce)))
+        hello = encode(Hello(PROTOCOL, 1, "b", 1, world.job.description, {}, proof_of(TOKEN, greeting.nonce)))
         sock.send(hello[: len(hello) // 2])
     world.join(1)
     world.starts()
@@ -173,7 +173,7 @@ def test_a_launcher_that_dies_amid_a_message_is_lost(world: World) -> None:
         world.until(lambda: bool(_peeked(sock)), "the hub greets")
         greeting = decode(_peeked(sock).split(b"\n")[0])
         assert isinstance(greeting, Greeting)
-        sock.send(encode(Hello(1, 1, "b", 1, world.job.description, {}, proof_of(TOKEN, greeting.nonce))))
+        sock.send(encode(Hello(PROTOCOL, 1, "b", 1, world.job.description, {}, proof_of(TOKEN, greeting.nonce))))
         world.starts()
         sock.send(encode(Failed(Cause(7, "rank 1 failed", member=1)))[:40])
     world.until(lambda: world.links[0].cause is not None, "the hub notices")

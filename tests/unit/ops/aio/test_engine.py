@@ -362,7 +362,7 @@ def test_the_interpreter_ends_with_an_open_engine_and_finishes_writes(
 
 
 @pytest.mark.parametrize("native", ["0", "1"])
-def test_a_forked_process_is_told_to_make_its_own_engine(
+def test_a_forked_process_is_settled_to_make_its_own_engine(
     tmp_path: Path, native: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DS_NATIVE", native)
