@@ -11,8 +11,32 @@ from __future__ import annotations
 
 from deepspeed.common.lazy import attach
 
-_SUBMODULES = ("experts", "param_groups", "utils")
+_SUBMODULES = (
+    "dense",
+    "dispatch",
+    "experts",
+    "gate",
+    "gating",
+    "layer",
+    "mappings",
+    "noise",
+    "param_groups",
+    "sharded_moe",
+    "utils",
+)
 
-__all__ = ["experts", "param_groups", "utils"]
+__all__ = [
+    "dense",
+    "dispatch",
+    "experts",
+    "gate",
+    "gating",
+    "layer",
+    "mappings",
+    "noise",
+    "param_groups",
+    "sharded_moe",
+    "utils",
+]
 
 __getattr__, __dir__ = attach(__name__, submodules=_SUBMODULES)

@@ -28,6 +28,7 @@ __all__ = [
     "get_tensor_model_parallel_rank",
     "get_tensor_model_parallel_src_rank",
     "get_tensor_model_parallel_world_size",
+    "has_current",
     "initialize",
     "reset",
     "set_current",
@@ -53,6 +54,11 @@ _state = _State()
 def set_current(mesh: ParallelMesh) -> None:
     """Make `mesh` the one that the accessors answer from; a later engine's mesh replaces an earlier one's."""
     _state.mesh = mesh
+
+
+def has_current() -> bool:
+    """Whether a mesh is set, so that `get_current` answers."""
+    return _state.mesh is not None
 
 
 def get_current() -> ParallelMesh:

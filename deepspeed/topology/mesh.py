@@ -80,6 +80,10 @@ class AxisGroup:
             self._group = comm.new_group(list(self.ranks), use_local_synchronization=True)
         return self._group
 
+    def __deepcopy__(self, memo: object) -> AxisGroup:
+        """This one: a copy of a module that holds it speaks to the same ranks."""
+        return self
+
     def __repr__(self) -> str:
         return f"AxisGroup(ranks={list(self.ranks)}, rank={self.rank})"
 
