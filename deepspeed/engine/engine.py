@@ -205,8 +205,7 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, SavingMembers, LoadingMem
         parts.accumulation.close_window()
         parts.loss_guard.reset()
         if self._config.zero_optimization.enable_sanity_checks:
-            agree(list(held_alike(parts.partition.flats)), parts.mesh.data_parallel)
-            agree(list(held_alike(parts.partition.flats, of_experts=True)), parts.mesh.expert_data_parallel)
+            self._check_sanity()
         self.global_steps += 1
         watch.set_step(self.global_steps + 1)
         self.global_samples += parts.batch.train
@@ -216,6 +215,12 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, SavingMembers, LoadingMem
         parts.checkpointing.saver.at_boundary(lambda: self._pieces(exclude_frozen=False))
         if self._config.disable_python_gc and self.global_steps % _GC_EVERY_STEPS == 0:
             self.collect_python_gc()
+
+    def _check_sanity(self) -> None:
+        flats, mesh = self._parts.partition.flats, self._parts.mesh
+        agree(list(held_alike(flats)), mesh.data_parallel)
+        if mesh.axis("expert").size > 1:
+            agree(list(held_alike(flats, of_experts=True)), mesh.expert_data_parallel, told=mesh.data_parallel)
 
     def _settle(self) -> None:
         """Book the last update as made or skipped. Waits for the device if nobody has asked before."""

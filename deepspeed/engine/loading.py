@@ -25,6 +25,7 @@ from deepspeed.checkpoint.save.node_load import open_on_nodes
 from deepspeed.checkpoint.save.tiers import choose_load_dir, load_places
 from deepspeed.checkpoint.source import OptimizerState
 from deepspeed.common.logging import get_logger, warn_once
+from deepspeed.engine.own_state import OwnState, fitting_own_state
 from deepspeed.engine.random_state import set_random_state
 from deepspeed.engine.stage_facts import ModelNames, agreed, names_of_model
 from deepspeed.engine.weights import extra_state, persistent_buffers, set_extra_state, some_names, unmanaged_parameters
@@ -34,7 +35,6 @@ from deepspeed.zero.state_io import agree_on_scalars, load_state
 
 if TYPE_CHECKING:
     from deepspeed.config import DeepSpeedConfig
-    from deepspeed.engine.own_state import OwnState
     from deepspeed.engine.parts import EngineParts
     from deepspeed.zero.optimizer import ZeroOptimizer
 
@@ -128,7 +128,8 @@ class LoadingMembers:
         stored, optimizer_load = agreed(check, holders)
         rank_state = self._rank_state_in(source, only_module=only_module)
         has_as_many_ranks = source.state["dp_world_size"] == self._parts.mesh.data_parallel.size
-        own = cast("OwnState", rank_state if has_as_many_ranks else {})
+        own = cast(OwnState, rank_state if has_as_many_ranks else {})
+        own = fitting_own_state(own, self._parts.of_experts, self._parts.mesh.axis("expert").size)
         if stored is None:
             assert custom_load_fn is not None  # else there are fitting weights
             self._load_by(custom_load_fn, self._state_dict_of(source))

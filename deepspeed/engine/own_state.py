@@ -29,7 +29,7 @@ from deepspeed.engine.weights import extra_state, persistent_buffers
 from deepspeed.errors import CheckpointError
 from deepspeed.topology.mesh import AxisGroup
 
-__all__ = ["OwnState", "own_part_of_state", "own_state"]
+__all__ = ["OwnState", "fitting_own_state", "own_part_of_state", "own_state"]
 
 
 class OwnState(TypedDict, total=False):
@@ -40,6 +40,9 @@ class OwnState(TypedDict, total=False):
 
     extra_state: dict[str, Any]
     """Module name -> value."""
+
+    ep_size: int
+    """Ranks that experts were spread over; absent where they were not."""
 
 
 def own_state(module: nn.Module, axes: ModelAxes) -> Callable[[], OwnState]:
@@ -56,7 +59,7 @@ def own_state(module: nn.Module, axes: ModelAxes) -> Callable[[], OwnState]:
 
     def both() -> OwnState:
         parts = (dense(), experts())
-        own = OwnState()
+        own = OwnState(ep_size=axes.dense.data.size // axes.experts.data.size)
         if buffers := {name: buffer for part in parts for name, buffer in part.get("buffers", {}).items()}:
             own["buffers"] = buffers
         if extra := {name: value for part in parts for name, value in part.get("extra_state", {}).items()}:
@@ -64,6 +67,16 @@ def own_state(module: nn.Module, axes: ModelAxes) -> Callable[[], OwnState]:
         return own
 
     return both
+
+
+def fitting_own_state(stored: OwnState, of_experts: Callable[[str], bool], ep_size: int) -> OwnState:
+    """What a rank takes of what it once stored for itself: of experts nothing, where it held others then."""
+    if stored.get("ep_size", 1) == ep_size:
+        return stored
+    return OwnState(
+        buffers={name: buffer for name, buffer in stored.get("buffers", {}).items() if not of_experts(name)},
+        extra_state={name: value for name, value in stored.get("extra_state", {}).items() if not of_experts(name)},
+    )
 
 
 def _ranks(axis: AxisGroup) -> Ranks:

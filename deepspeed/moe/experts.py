@@ -39,6 +39,7 @@ class LocalExperts(nn.Module):
         """Take the modules and the number of the first; `is_part`: other ranks hold the others."""
         super().__init__()
         self._is_part = is_part
+        self._is_placed = False
         for place, expert in enumerate(experts):
             self.add_module(str(first + place), expert)
 
@@ -56,6 +57,7 @@ class LocalExperts(nn.Module):
 
     def rename_from(self, first: int) -> None:
         """Let the names begin at `first`; the modules stay the same."""
+        self._is_placed = True
         experts = list(self)
         self._modules.clear()
         for place, expert in enumerate(experts):
@@ -71,7 +73,16 @@ class LocalExperts(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """As torch's, but experts that other ranks hold are no unexpected keys: whole state dicts load on every rank."""
+        """As torch's, but experts that other ranks hold are no unexpected keys: whole state dicts load on every rank.
+
+        Refused while this rank does not know which experts are its own: others would be taken without a word.
+        """
+        if self._is_part and not self._is_placed:
+            error_msgs.append(
+                f"{prefix}: which of the experts are this rank's is not known yet. Call deepspeed.initialize(), or "
+                "set_deepspeed_parallelism() of the MoE layer, before load_state_dict()."
+            )
+            return
         found: list[str] = []
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, found, error_msgs)
         unexpected_keys += [key for key in found if not (self._is_part and key[len(prefix) :].partition(".")[0].isdigit())]

@@ -212,13 +212,13 @@ class MoE(nn.Module):
         is built and becomes the current one. With `ep_size=1` neither is needed, nor a process group. May be called again.
 
         Args:
-            use_data_before_expert_parallel_: neighbours in rank hold the same experts, in place of different ones; refused
-                where that would make a difference.
+            use_data_before_expert_parallel_: where a mesh is built, neighbours in rank hold the same experts, in place of
+                different ones.
 
         Raises:
             ArgumentError: `ep_size` does not divide the number of ranks.
             CommError: there is no process group.
-            UnbuiltFeatureError: tensor parallelism inside experts was asked for, or the other order of ranks.
+            UnbuiltFeatureError: tensor parallelism inside experts was asked for.
         """
         if self.ep_size == 1:
             return
@@ -235,13 +235,11 @@ class MoE(nn.Module):
     def _mesh(self, use_data_before_expert_parallel_: bool) -> ParallelMesh:
         current = groups.get_current() if groups.has_current() else None
         if current is None or current.sizes["expert"] != self.ep_size:
-            current = ParallelMesh.build(expert=self.ep_size)
+            data_first = use_data_before_expert_parallel_
+            size = self.ep_size
+            built = ParallelMesh.build(expert=1 if data_first else size)
+            current = built.with_experts(size, is_slowest=True) if data_first else built
             groups.set_current(current)
-        if use_data_before_expert_parallel_ and current.expert_data_parallel.size > 1:
-            raise UnbuiltFeatureError(
-                "use_data_before_expert_parallel_=True: this version gives experts to neighbouring ranks. "
-                "Leave it out; numbers do not depend on it."
-            )
         return current
 
     def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,18 +85,33 @@ def _weights(device: torch.device) -> Tensor:
     return (numbers * 2 + 1).to(device)
 
 
-def agree(tensors: Sequence[tuple[str, Tensor]], axis: AxisGroup) -> None:
-    """Check that all ranks of `axis` hold the same bits. Collective over it; waits for the device once.
+def agree(tensors: Sequence[tuple[str, Tensor]], axis: AxisGroup, told: AxisGroup | None = None) -> None:
+    """Check that all ranks of `axis` hold the same bits. Collective over both axes; waits for the device once or twice.
 
     Args:
         tensors: names for the error and values; as many, in the same order, on all ranks.
         axis: the ranks to compare.
+        told: the ranks that raise together; None: those of `axis`.
 
     Raises:
         ValuesDifferError: on every rank, when a value differs; names it and the ranks that differ from most others.
     """
+    text = _difference(tensors, axis)
+    if told is not None and told.size > 1:
+        device = tensors[0][1].device if tensors else torch.device("cpu")
+        differs = torch.tensor(float(bool(text)), device=device)
+        comm.all_reduce(differs, comm.ReduceOp.MAX, group=told.group)
+        if differs.item():
+            texts: list[Any] = [None] * told.size
+            comm.all_gather_object(texts, text, group=told.group)
+            text = next(each for each in texts if each)
+    if text:
+        raise ValuesDifferError(text)
+
+
+def _difference(tensors: Sequence[tuple[str, Tensor]], axis: AxisGroup) -> str:
     if axis.size == 1 or not tensors:
-        return
+        return ""
     mine = torch.stack([hash_bits(tensor) for _, tensor in tensors])
     everyones = mine.new_empty(axis.size * mine.numel())
     comm.all_gather_into_tensor(everyones, mine, group=axis.group)
@@ -103,12 +119,12 @@ def agree(tensors: Sequence[tuple[str, Tensor]], axis: AxisGroup) -> None:
     usual = table.mode(dim=0).values
     differing = (table != usual).nonzero().tolist()
     if not differing:
-        return
+        return ""
     ranks_of: dict[str, list[int]] = {}
     for position, column in differing:
         ranks_of.setdefault(tensors[column][0], []).append(axis.ranks[position])
     parts = [f"{name} on rank(s) {ranks}" for name, ranks in ranks_of.items()]
-    raise ValuesDifferError(
+    return (
         f"values that ranks {list(axis.ranks)} must hold alike differ from those of most ranks: "
         f"{some(parts, _SHOWN, between='; ')}. Look for code that changes parameters on some ranks only (change them on all "
         "ranks, or through deepspeed.zero.GatheredParameters with modifier_rank, or safe_set_full_fp32_param); if there is "

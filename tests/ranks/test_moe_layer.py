@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed import comm
-from deepspeed.errors import ArgumentError, UnbuiltFeatureError
+from deepspeed.errors import ArgumentError
 from deepspeed.moe.gating import capacity_of
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import is_moe_param
@@ -152,8 +152,8 @@ def _mesh(rank: int, world_size: int) -> None:
     with pytest.raises(ArgumentError, match="expert=3 = 3 ranks do not divide the world of 4"):
         _layer(3, num_experts=3)
     apart = MoE(WIDTH, _expert(0), num_experts=2, ep_size=2)
-    with pytest.raises(UnbuiltFeatureError, match="Leave it out"):
-        apart.set_deepspeed_parallelism(use_data_before_expert_parallel_=True)
+    apart.set_deepspeed_parallelism(use_data_before_expert_parallel_=True)
+    assert groups.get_current().axis("expert").ranks == (rank % 2, rank % 2 + 2)
 
 
 def test_layers_share_the_current_mesh_or_build_theirs() -> None:

@@ -70,6 +70,8 @@ def test_the_state_dict_of_a_whole_layer_loads_on_a_rank_with_some_of_its_expert
     whole, part = Experts(nn.Linear(4, 4), 4), Experts(nn.Linear(4, 4), 2, expert_group_name(2))
     for param in whole.parameters():
         nn.init.normal_(param)
+    with pytest.raises(RuntimeError, match=r"is not known yet. Call deepspeed.initialize\(\)"):
+        part.load_state_dict(whole.state_dict())
     part.place(1)
     part.load_state_dict(whole.state_dict())
     assert torch.equal(part.deepspeed_experts[0].weight, whole.deepspeed_experts[2].weight)  # type: ignore[arg-type]
