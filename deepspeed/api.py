@@ -37,6 +37,7 @@ from deepspeed.engine.request import EngineRequest
 from deepspeed.engine.resuming import resume_newest
 from deepspeed.errors import ArgumentError, UnbuiltFeatureError
 from deepspeed.launcher.verification import Verification
+from deepspeed.moe.auto_ep import apply_auto_ep
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.topology.groups import set_current
 from deepspeed.topology.mesh import ParallelMesh
@@ -101,6 +102,7 @@ def initialize(
     _join(distributed_port, dist_init_required)
     mesh = _mesh_of(model, mpu)
     parsed = _checked_config(source, mpu, mesh, mesh_param)
+    _spread_experts(model, parsed)
     mesh = place_experts(model, mesh, data_first=parsed.use_data_before_expert_parallelism)
     _apply_to_process(parsed)
     parameters = None if model_parameters is None else list(model_parameters)
@@ -138,6 +140,16 @@ def _checked_config(source: Any, mpu: Any, mesh: ParallelMesh, mesh_param: tuple
     if mesh_param is not None:
         raise UnbuiltFeatureError(f"initialize(mesh_param={mesh_param}): sequence parallelism is not built yet. Drop it.")
     return parsed
+
+
+def _spread_experts(model: nn.Module, parsed: DeepSpeedConfig) -> None:
+    """AutoEP: experts of a model that knows nothing of ranks become ones that `place_experts` finds."""
+    if parsed.expert_parallel.enabled and isinstance(model, PipelineModule):
+        raise UnbuiltFeatureError(
+            "expert_parallel with a PipelineModule is not built yet. Leave it out; put MoE layers of "
+            "deepspeed.moe.layer into the pipeline for experts over ranks."
+        )
+    apply_auto_ep(model, parsed.expert_parallel)
 
 
 def _apply_to_process(parsed: DeepSpeedConfig) -> None:

@@ -128,65 +128,82 @@ class TensorParallelConfig(ConfigModel):
             yield Refusal("tensor_parallel.tp_size", f"needed autotp_size, {self.autotp_size}", "Leave one of the two out.")
 
 
+_EXPERTS_OWN = {
+    "its router's own": (
+        *("route_norm", "route_scale", "routed_scaling_factor", "score_apply", "score_func", "top_k", "top_k_attr"),
+        *("num_expert_groups", "num_limited_groups"),
+    ),
+    "its experts' own": ("expert_w3", "expert_activation"),
+    "its blocks' own": ("has_shared_experts", "shared_experts_pattern", "shared_experts_gate_pattern"),
+}
+"""Keys that describe what AutoEP leaves as the model has it."""
+
+_OF_DEEPEP = ("comm_num_sm", "comm_qp_margin", "comm_max_tokens_per_rank", "async_split_plan", "validate_folding_routing")
+
+
 class ExpertParallelConfig(ConfigModel):
-    """`expert_parallel`: replace mixture-of-experts blocks by layers whose experts are spread over ranks (AutoEP)."""
+    """`expert_parallel`: experts of a model that knows nothing of ranks are spread over them (AutoEP).
+
+    Modules of stacked experts, as transformers 5 builds them, are found by their structure. Routers, activations and shared
+    experts stay the model's own: keys that would describe them are refused unless they are left at their defaults.
+    """
 
     enabled: bool = False
-    """Replace them."""
+    """Spread them."""
 
     autoep_size: PositiveWhole = 1
-    """Ranks that share one set of experts; divides the number of experts."""
+    """Ranks that share one set of experts; divides the number of experts and of data-parallel ranks."""
 
     expert_tensor_parallel_size: Literal[1] = 1
     """Ranks that share each expert; only 1."""
 
     preset_model: Literal["mixtral", "qwen3_moe", "qwen3_5_moe", "deepseek_v2", "deepseek_v3", "minimax_m3"] | None = None
-    """Built-in description of one model family. Left out: found from the model."""
+    """Look only where this family has its blocks, experts and routers. Left out: at every module."""
 
     moe_layer_pattern: str | None = None
-    """Regular expression on names of the blocks."""
+    """Look only at blocks in whose names this regular expression is found."""
 
     expert_pattern: str | None = None
-    """Attribute of a block that holds its experts."""
+    """Attribute of a block that holds its experts. Left out: any."""
 
     router_pattern: str | None = None
-    """Attribute of a block that holds its router."""
+    """Attribute that a block must have to count as one."""
 
     use_grouped_mm: bool = True
-    """Multiply all experts in one grouped operation."""
+    """Multiply all experts in torch's grouped product, where there is one: bf16 on a GPU."""
 
     disable_triton_grouped_mm: bool = False
-    """Do not use the Triton form of it."""
+    """Do not use a Triton form of it; there is none."""
 
     route_norm: bool | None = None
-    """Normalise the chosen weights. Left out: as the model does."""
+    """Only null: normalising weights is the router's own."""
 
     route_scale: Number = 1.0
-    """Factor on the chosen weights."""
+    """Only 1: scaling weights is the router's own."""
 
     routed_scaling_factor: Number | Literal["auto"] = "auto"
-    """Factor on the routed output; "auto": as the model has it."""
+    """Only "auto": as the model has it."""
 
     score_apply: Literal["auto", "pre", "post"] = "auto"
-    """Apply weights before or after the experts."""
+    """Only "auto": after the experts."""
 
     score_func: Literal["auto", "softmax", "sigmoid"] = "auto"
-    """From router logits to weights."""
+    """Only "auto": the router's own."""
 
     top_k: PositiveWhole | Literal["auto"] = "auto"
-    """Experts per token."""
+    """Only "auto": the router's own."""
 
     combine_impl: Literal["auto", "weighted_sum", "fused_weighted_sum", "legacy_bmm"] = "auto"
-    """How outputs of a token's experts are added up."""
+    """How outputs of a token's experts are added up; "auto" and "weighted_sum" are one."""
 
     row_weighting_impl: Literal["auto", "eager", "fused"] = "auto"
-    """How weights are applied; `fused` with `deepep` only."""
+    """How weights are applied; "auto" and "eager" are one."""
 
     gate_up_impl: Literal["separate", "fused"] = "separate"
-    """Whether the two first projections run as one."""
+    """Whether the two first projections run as one; they do where the model stacks them as one."""
 
     comm_backend: Literal["comm", "deepep"] = "comm"
-    """Transport of tokens."""
+    """Transport of tokens; only `comm`."""
 
     comm_num_sm: PositiveWhole = 12
     """Multiprocessors for `deepep`."""
@@ -195,56 +212,69 @@ class ExpertParallelConfig(ConfigModel):
     """Spare queue pairs for `deepep`."""
 
     comm_max_tokens_per_rank: NonNegativeWhole = 0
-    """Tokens per rank for `deepep`, which needs it above 0."""
+    """Tokens per rank for `deepep`."""
 
     async_split_plan: bool = False
-    """Plan the exchange beside the computation."""
+    """Plan the exchange beside the computation; only false."""
 
     validate_folding_routing: bool = False
-    """Check the routing at each step: slow, for finding bugs."""
+    """Check the routing at each step; only false."""
 
     num_expert_groups: PositiveWhole | None = None
-    """Groups of experts for limited routing."""
+    """Only null: groups of experts are the router's own."""
 
     num_limited_groups: PositiveWhole | None = None
-    """Groups that a token may choose from."""
+    """Only null: the router's own."""
 
     load_balance_coeff: None = None
     """Not available; only null is accepted."""
 
     expert_w1: str | None = None
-    """Attribute of an expert: first weight."""
+    """Attribute of the experts: stacked weights that take tokens. Left out: `gate_up_proj` or `up_proj`."""
 
     expert_w2: str | None = None
-    """Attribute of an expert: last weight."""
+    """Attribute of the experts: stacked weights that give them back. Left out: `down_proj`."""
 
     expert_w3: str | None = None
-    """Attribute of an expert: gate weight; null: fused with the first, or as the preset has it."""
+    """Only null: gate and value lie side by side in the first weights."""
 
     num_experts_attr: str | None = None
-    """Attribute of the model's config: number of experts."""
+    """Attribute of the model's config that every layer's number of experts must equal. Left out: not compared."""
 
     top_k_attr: str | None = None
-    """Attribute of the model's config: experts per token."""
+    """Only null: the router's own."""
 
     has_shared_experts: bool | None = None
-    """Whether blocks have experts that every token uses."""
+    """Only null: shared experts stay as they are."""
 
     shared_experts_pattern: str | None = None
-    """Attribute of a block that holds those."""
+    """Only null."""
 
     shared_experts_gate_pattern: str | None = None
-    """Attribute of a block that holds their gate."""
+    """Only null."""
 
     expert_activation: str | None = None
-    """Activation of the experts; null: as the preset has it."""
+    """Only null: the model's own."""
 
     def check(self) -> Iterable[Refusal]:
-        """`deepep` needs a budget, and alone has the fused weighting."""
-        if self.comm_backend == "deepep" and self.comm_max_tokens_per_rank == 0:
-            yield Refusal("comm_max_tokens_per_rank", "needed a number > 0 with comm_backend deepep", "Give one.")
-        if self.row_weighting_impl == "fused" and self.comm_backend != "deepep":
-            yield Refusal("row_weighting_impl", "needed comm_backend deepep with fused", 'Write "auto".')
+        """What would be without effect is refused."""
+        if not self.enabled:
+            return
+        for whose, keys in _EXPERTS_OWN.items():
+            needed = f"needed the default: with AutoEP it is {whose}"
+            yield from (Refusal(k, needed, "Leave it out; set up the model itself.") for k in keys if self._is_changed(k))
+        if self.comm_backend == "deepep":
+            yield Refusal("comm_backend", 'needed "comm": "deepep" is not built yet', "Leave it out.")
+        for key in _OF_DEEPEP:
+            if self._is_changed(key):
+                yield Refusal(key, "needed the default: not built yet, with deepep", "Leave it out.")
+        if self.combine_impl not in ("auto", "weighted_sum"):
+            yield Refusal("combine_impl", 'needed "auto" or "weighted_sum", the one way there is', 'Write "auto".')
+        if self.row_weighting_impl == "fused":
+            yield Refusal("row_weighting_impl", 'needed "auto" or "eager": "fused" is not built yet', 'Write "auto".')
+
+    def _is_changed(self, key: str) -> bool:
+        return bool(getattr(self, key) != type(self).model_fields[key].default)
 
 
 class PipelineConfig(ConfigModel):

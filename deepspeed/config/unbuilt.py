@@ -82,7 +82,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
         "tensor_parallel.autotp_size", "Use 0, or leave it out.", _above(1), status="0 and 1 work; more is not built yet"
     ),
     Unbuilt("tensor_parallel.tensor_parallel.tp_size", _OFF, _above(1), status="1 works; more is not built yet"),
-    Unbuilt("expert_parallel.enabled", _OFF),
     Unbuilt("compile.deepcompile", "Leave it out; engine.compile() and torch.compile do without."),
     Unbuilt("compile.passes", _OFF),
     Unbuilt("hybrid_engine.enabled", _OFF),
@@ -96,6 +95,13 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("weight_quantization", _OFF, lambda block: block is not None and block.enabled),
 )
 
+
+_LEFT_TO_THE_MODEL = (
+    *("route_norm", "route_scale", "routed_scaling_factor", "score_apply", "score_func", "top_k", "top_k_attr"),
+    *("num_expert_groups", "num_limited_groups", "expert_w3", "expert_activation", "has_shared_experts"),
+    *("shared_experts_pattern", "shared_experts_gate_pattern", "comm_backend", "comm_num_sm", "comm_qp_margin"),
+    *("comm_max_tokens_per_rank", "async_split_plan", "validate_folding_routing"),
+)
 
 _LATER = "accepted; not built yet"
 _IDLE = "accepted, no effect"
@@ -123,6 +129,9 @@ NOTES: dict[str, str] = {
     "pipeline.pipe_partitioned": _LATER,
     "pipeline.grad_partitioned": _LATER,
     "checkpoint.checkpoint_serialization": _IDLE,
+    **{f"expert_parallel.{key}": "accepted at its default" for key in _LEFT_TO_THE_MODEL},
+    "expert_parallel.disable_triton_grouped_mm": _ALWAYS,
+    "expert_parallel.gate_up_impl": _IDLE,
     "compile": _LATER,
     "compile.disable": _IDLE,
     "compile.backend": _IDLE,

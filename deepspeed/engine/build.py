@@ -38,6 +38,7 @@ from deepspeed.engine.pipeline import PipelineEngine
 from deepspeed.engine.report import StepReport
 from deepspeed.engine.request import EngineRequest
 from deepspeed.engine.stage import refuse_for_pipelines
+from deepspeed.engine.stretches import Stretches
 from deepspeed.engine.terms import Terms
 from deepspeed.engine.tiers import optimizer_tier
 from deepspeed.engine.training import build_training
@@ -110,6 +111,7 @@ def _choose_parts(request: EngineRequest, terms: Terms) -> EngineParts:
         checkpointing=Checkpointing.of(config, mesh),
         stage=request.stage,
         of_experts=is_name_of_experts(module),
+        stretches=Stretches(module),
         coordinator=coordinator,
         optimizer=trained,
         reducer=trained.reducer if trained is not None else None,

@@ -1,12 +1,12 @@
 """The whole values of a model whose experts are spread over ranks, one after the other, on the rank that writes them.
 
-    rank 0      dense entries | own experts | experts of 1 | experts of 2 ...      for each element size, falling
-    rank 1      dense entries | own experts --send--> rank 0
+    rank 0      dense entries | stacked experts    | own experts | experts of 1 | ...     for each element size, falling
+    rank 1      dense entries | its part --send--> | own experts --send--> rank 0
 
 Ranks that hold copies of experts help to gather them where they are sharded; those beside rank 0 send.
 
-Does not live here: entries of one rank (`whole_weights`), stages of a pipeline (`stage_weights`), what becomes of the values
-(`whole_model`, which calls this).
+Does not live here: entries of one rank (`whole_weights`), stacked experts (`stacked_weights`), stages of a pipeline
+(`stage_weights`), what becomes of the values (`whole_model`, which calls this).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 from deepspeed import comm
 from deepspeed.checkpoint.export.model_file import ModelEntry
 from deepspeed.engine.sent_weights import receive_value, send_value
+from deepspeed.engine.stacked_weights import StackedWeights
 from deepspeed.engine.whole_weights import WholeWeights
 from deepspeed.topology.mesh import AxisGroup
 
@@ -31,6 +32,7 @@ class ExpertWeights:
 
     Args:
         dense: what all of them hold.
+        stacked: what each holds a stretch of.
         experts: of this rank's experts.
         axis: the expert-parallel ranks.
         device: where messages are received.
@@ -41,8 +43,16 @@ class ExpertWeights:
         metadata: likewise.
     """
 
-    def __init__(self, dense: WholeWeights, experts: WholeWeights, axis: AxisGroup, device: torch.device) -> None:
+    def __init__(
+        self,
+        dense: WholeWeights,
+        stacked: StackedWeights,
+        experts: WholeWeights,
+        axis: AxisGroup,
+        device: torch.device,
+    ) -> None:
         self._dense = dense
+        self._stacked = stacked
         self._experts = experts
         self._axis = axis
         self._device = device
@@ -55,7 +65,7 @@ class ExpertWeights:
             self.others.update(others)
             of_modules.update(metadata or {})
         self.metadata: Mapping[str, Any] | None = of_modules or None
-        every = [dense.entries, *self._of_ranks]
+        every = [dense.entries, stacked.entries, *self._of_ranks]
         self._sizes = sorted({entry.dtype.itemsize for entries in every for entry in entries}, reverse=True)
         self.entries = [entry for nbytes in self._sizes for entries in every for entry in _sized(entries, nbytes)]
 
@@ -68,6 +78,7 @@ class ExpertWeights:
         is_beside_first = axis.ranks[0] == 0
         for nbytes in self._sizes:
             yield from self._dense.values_of(nbytes)
+            yield from self._stacked.values_of(nbytes)
             for name, value in self._experts.values_of(nbytes):
                 yield name, value
                 if is_beside_first and axis.rank > 0:

@@ -2,6 +2,7 @@
 
     expert-parallel rank 0    moe.experts.deepspeed_experts.0, .1       other ranks hold others in their place:
     expert-parallel rank 1    moe.experts.deepspeed_experts.2, .3       other axes (`axes`), other names
+    stacked (`moe.auto_ep`)   mlp.experts.gate_up_proj                  other axes, the same names (`stretches`)
 
 Layers with ep_size 1 hold all experts on every rank and are dense here. Names are global (docs/adr/0016), so whatever goes
 by name (checkpoints, exports) takes the experts of all ranks for one model's.
@@ -22,6 +23,7 @@ from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import ArgumentError, UnbuiltFeatureError, UsageError
+from deepspeed.moe.auto_ep import SpreadExperts
 from deepspeed.moe.experts import Experts
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.topology.groups import set_current
@@ -124,8 +126,10 @@ def refuse_for_experts(config: DeepSpeedConfig, optimizer: Optimizer | None) -> 
         )
 
 
-def _spread(module: nn.Module) -> Iterator[tuple[str, Experts]]:
-    yield from ((name, each) for name, each in module.named_modules() if isinstance(each, Experts) and each.is_spread)
+def _spread(module: nn.Module) -> Iterator[tuple[str, Experts | SpreadExperts]]:
+    for name, each in module.named_modules():
+        if isinstance(each, Experts | SpreadExperts) and each.is_spread:
+            yield name, each
 
 
 def spread_experts(module: nn.Module) -> set[int]:
@@ -136,7 +140,7 @@ def spread_experts(module: nn.Module) -> set[int]:
 def gather_experts_together(module: nn.Module) -> None:
     """Let all experts of a layer on a rank be one unit of ZeRO stage 3: all ranks gather it, whatever tokens chose."""
     for each in module.modules():
-        if isinstance(each, Experts):
+        if isinstance(each, Experts | SpreadExperts):
             set_z3_leaf_module(each, True)
 
 
@@ -150,6 +154,8 @@ def name_on_rank(module: nn.Module) -> Callable[[str], str]:
     """What gives a name as it would be if every rank counted its own experts from 0: alike on all ranks."""
     local: dict[str, str] = {}
     for name, experts in _spread(module):
+        if not isinstance(experts, Experts):  # stacked ones have one name on all ranks
+            continue
         path = f"{name}.deepspeed_experts." if name else "deepspeed_experts."
         for place, number in enumerate(dict(experts.deepspeed_experts.named_children())):
             local[f"{path}{number}."] = f"{path}{place}."

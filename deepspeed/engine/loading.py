@@ -163,18 +163,23 @@ class LoadingMembers:
 
     def _load_module(self, source: CheckpointSource, stored: Mapping[str, str], own_buffers: Mapping[str, Tensor]) -> None:
         """Read every value that the model and the checkpoint both have; `stored` as `_fitting` gives it."""
+        stretches = self._parts.stretches
         for flat in self._parts.partition.flats:
             with flat.replacing():  # one after another: what a rank meets in one, all know before they enter the next
                 for f in flat.own_fragments():
                     name = flat.members[f.index].name
                     if name in stored:
                         with flat.editing_master(f.buffer_start, f.buffer_start + f.numel, reads=False) as place:
-                            source.read(stored[name], f.param_start, out=place)
+                            start = stretches.of(name, flat.shapes[f.index]).start
+                            source.read(stored[name], start + f.param_start, out=place)
                 if not self._config.zero_optimization.load_from_fp32_weights:
                     flat.round_masters()
         for name, tensor in self._others():
-            if name in stored:
-                tensor.copy_(own_buffers[name] if name in own_buffers else source.read(stored[name]).view(tensor.shape))
+            if name in own_buffers and name in stored:
+                tensor.copy_(own_buffers[name])
+            elif name in stored:
+                whole = stretches.of(name, tensor.shape)
+                tensor.copy_(source.read(stored[name], whole.start, tensor.numel()).view(tensor.shape))
 
     def _others(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters and buffers that no flat group manages."""
@@ -183,11 +188,11 @@ class LoadingMembers:
         yield from persistent_buffers(self.module)
 
     def _own_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of each weight and buffer of this rank's module."""
+        """Name -> shape of each weight and buffer of this rank's module, as a checkpoint holds it."""
         flats = self._parts.partition.flats
         shapes = {m.name: tuple(shape) for flat in flats for m, shape in zip(flat.members, flat.shapes, strict=True)}
         shapes.update((name, tuple(tensor.shape)) for name, tensor in self._others())
-        return shapes
+        return {name: self._parts.stretches.of(name, shape).shape for name, shape in shapes.items()}
 
     def _fitting(self, source: CheckpointSource, model: ModelNames, *, strict: bool) -> dict[str, str]:
         """Name of each weight and buffer that this rank's module and the checkpoint both have -> the stored tensor."""
@@ -217,7 +222,8 @@ class LoadingMembers:
         stored = source.state["optimizer"]
         if self.optimizer is None or stored is None:
             return None
-        return _fitting_optimizer(self.optimizer, source, stored, model.members)
+        starts = {name: self._parts.stretches.of(name, ()).start for group in model.members for name in group}
+        return _fitting_optimizer(self.optimizer, source, stored, model.members, starts)
 
     def _load_progress(self, source: CheckpointSource, rank_state: Mapping[str, Any], with_schedule: bool) -> None:
         """Counters, schedule, place in the data, random generators; `rank_state` is what this rank stored for itself."""
@@ -250,8 +256,13 @@ def _family(class_name: str) -> str:
 
 
 def _fitting_optimizer(
-    optimizer: ZeroOptimizer, source: CheckpointSource, stored: OptimizerState, group_names: Sequence[Sequence[str]]
+    optimizer: ZeroOptimizer,
+    source: CheckpointSource,
+    stored: OptimizerState,
+    group_names: Sequence[Sequence[str]],
+    starts: Mapping[str, int],
 ) -> Callable[[], None]:
+    """See `LoadingMembers._fitting_optimizer`; `starts` says where each parameter begins in the stored one."""
     keys: dict[str, list[str]] = {}
     for tensor in source.names("optimizer/"):  # first: a layout that cannot name them says why
         parameter, key = names.split_optimizer_tensor(tensor)
@@ -273,7 +284,7 @@ def _fitting_optimizer(
         optimizer.master,
         keys=lambda name: keys.get(name, []),
         dtype=lambda name, key: source.dtype(names.optimizer_tensor(name, key)),
-        read=lambda name, key, start, out: source.read(names.optimizer_tensor(name, key), start, out=out),
+        read=lambda name, key, start, out: source.read(names.optimizer_tensor(name, key), starts[name] + start, out=out),
         agreed=agreed,
         groups=groups,
     )

@@ -22,6 +22,7 @@ from deepspeed.engine.loss_guard import LossGuard
 from deepspeed.engine.partition import Partition
 from deepspeed.engine.report import StepReport
 from deepspeed.engine.stage import Stage
+from deepspeed.engine.stretches import Stretches
 from deepspeed.topology.mesh import ParallelMesh
 from deepspeed.zero.coordinator import ParameterCoordinator
 from deepspeed.zero.optimizer import ZeroOptimizer
@@ -46,6 +47,9 @@ class EngineParts:
     stage: Stage
     of_experts: Callable[[str], bool]
     """Tells the names of what other ranks hold other experts in the place of."""
+
+    stretches: Stretches
+    """Of these, what is a part of a larger tensor."""
 
     coordinator: ParameterCoordinator | None = None
     """Gathers and releases sharded parameters; None where there are none."""

@@ -41,6 +41,7 @@ from deepspeed.zero.state_io import join_scalars, scalars_of_slices, state_piece
 if TYPE_CHECKING:
     from deepspeed.config import DeepSpeedConfig
     from deepspeed.engine.parts import EngineParts
+    from deepspeed.engine.stretches import Stretches
     from deepspeed.zero.flat import FlatGroup
     from deepspeed.zero.optimizer import ZeroOptimizer
 
@@ -139,7 +140,7 @@ class SavingMembers:
             is_copy = any(member.name in elsewhere for member in flat.members)
             share = self._share(flat)
             if share.part is not None and not is_copy and not (exclude_frozen and not flat.kind.is_trained):
-                yield from _flat_pieces(flat, share.parts, share.part)
+                yield from _flat_pieces(flat, self._parts.stretches, share.parts, share.part)
         if self.optimizer is not None:
             yield from self._state_pieces(self.optimizer, elsewhere)
 
@@ -151,7 +152,8 @@ class SavingMembers:
             for piece in state_pieces(optimizer.master, share.parts, share.part, flat):
                 if piece.member.name not in elsewhere:
                     name = names.optimizer_tensor(piece.member.name, piece.key)
-                    yield Piece(name, tuple(piece.shape), piece.start, piece.values)
+                    whole = self._parts.stretches.of(piece.member.name, piece.shape)
+                    yield Piece(name, whole.shape, whole.start + piece.start, piece.values)
 
     def _share(self, flat: FlatGroup) -> Share:
         """How much of what ranks hold alike of `flat` this rank writes."""
@@ -164,7 +166,8 @@ class SavingMembers:
         for number, (name, param) in enumerate(others):
             share = shares.of((axes.experts if of_experts(name) else axes.dense).data.ranks)
             if number % share.parts == share.part:
-                yield Piece.whole(names.module_tensor(name), param)
+                whole = self._parts.stretches.of(name, param.shape)
+                yield Piece(names.module_tensor(name), whole.shape, whole.start, param)
         for name, buffer in persistent_buffers(self.module):
             data = (axes.experts if of_experts(name) else axes.dense).data
             if data.rank == 0 and name not in elsewhere:  # all of one rank: what two made of their batches is not one model
@@ -243,14 +246,15 @@ def _rank_state(loader: Any, own: OwnState) -> dict[str, Any]:
     return {**get_random_state(), **({} if loader is None else {"data": loader.rank_state_dict()}), **own}
 
 
-def _flat_pieces(flat: FlatGroup, parts: int, part: int) -> Iterator[Piece]:
+def _flat_pieces(flat: FlatGroup, stretches: Stretches, parts: int, part: int) -> Iterator[Piece]:
     """This rank's share of what the flat group holds in full precision."""
     is_wider = flat.kind.is_trained and flat.kind.master_dtype != flat.kind.param_dtype
     name_of = names.master_tensor if is_wider else names.module_tensor
     for f in flat.own_fragments(*even_range(flat.layout.shard_numel, parts, part)):
         member = flat.members[f.index]
         values = flat.deferred_master(f.buffer_start, f.buffer_start + f.numel)
-        yield Piece(name_of(member.name), tuple(flat.shapes[f.index]), f.param_start, values)
+        whole = stretches.of(member.name, flat.shapes[f.index])
+        yield Piece(name_of(member.name), whole.shape, whole.start + f.param_start, values)
     if part == flat.axis.rank == 0:
         for member, shape in zip(flat.members, flat.shapes, strict=True):
             if shape.numel() == 0:

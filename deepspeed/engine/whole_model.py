@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from deepspeed.checkpoint.agreement import ranks_of, together
 from deepspeed.checkpoint.export.model_file import write_model_file
 from deepspeed.engine.expert_weights import ExpertWeights
+from deepspeed.engine.stacked_weights import StackedWeights
 from deepspeed.engine.stage_weights import StageWeights
 from deepspeed.engine.weights import some_names
 from deepspeed.engine.whole_weights import WholeWeights
@@ -76,12 +77,13 @@ class WholeModelMembers:
         for name, (flat, position) in sharded.items():
             if name in state_dict:
                 shape = flat.shapes[flat.layout.slots[position].index]
-                if state_dict[name].shape != shape:
+                value = self._parts.stretches.part(name, state_dict[name])
+                if value.shape != shape:
                     raise CheckpointError(
-                        f"{name!r} has shape {tuple(shape)} in the model and {tuple(state_dict[name].shape)} in the state "
+                        f"{name!r} has shape {tuple(shape)} in the model and {tuple(value.shape)} in the state "
                         "dict. Build the model with the sizes it was saved with."
                     )
-                flat.write_parameter(position, state_dict[name])
+                flat.write_parameter(position, value)
         self._masters_from_parameters()
 
     def _load_by(self, custom_load_fn: Callable[..., Any], state_dict: Mapping[str, Any]) -> None:
@@ -184,11 +186,12 @@ class WholeModelMembers:
         parts, metadata = self._parts, getattr(state_dict, "_metadata", None)
         if parts.mesh.axis("expert").size == 1:
             return WholeWeights(self.module, state_dict, parts.partition.sharded, metadata)
-        of_kinds: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+        of_kinds: tuple[dict[str, Any], ...] = ({}, {}, {})
         for name, value in state_dict.items():
-            of_kinds[parts.of_experts(name)][name] = value
-        dense, experts = (
-            WholeWeights(self.module, own, [f for f in parts.partition.sharded if f.kind.is_expert == is_expert], metadata)
-            for is_expert, own in enumerate(of_kinds)
+            of_kinds[parts.of_experts(name) + (name in parts.stretches)][name] = value
+        dense, experts, stacked = (
+            WholeWeights(self.module, own, [f for f in parts.partition.sharded if f.kind.is_expert == bool(kind)], metadata)
+            for kind, own in enumerate(of_kinds)
         )
-        return ExpertWeights(dense, experts, parts.mesh.axis("expert"), parts.device)
+        stacks = StackedWeights(stacked, parts.stretches, parts.mesh.axis("expert"), parts.device)
+        return ExpertWeights(dense, stacks, experts, parts.mesh.axis("expert"), parts.device)

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deepspeed import comm
-from deepspeed.moe.gating import Routing
+from deepspeed.moe.gating import Pairs, Routing
 from deepspeed.topology.mesh import AxisGroup
 
 __all__ = ["Exchange", "Ways", "from_rows", "to_rows"]
@@ -38,7 +38,7 @@ class Ways:
         gradient_factor: ranks that the experts are spread over; see [Note: gradients are the dense model's].
     """
 
-    def __init__(self, routing: Routing, rows: int, gradient_factor: int = 1) -> None:
+    def __init__(self, routing: Routing | Pairs, rows: int, gradient_factor: int = 1) -> None:
         choices, tokens = routing.slot_KT.shape
         self.pair_R = routing.pair_P[:rows]
         self.token_R = self.pair_R if choices == 1 else self.pair_R % max(1, tokens)

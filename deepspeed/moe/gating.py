@@ -31,10 +31,12 @@ from deepspeed.errors import ArgumentError
 
 __all__ = [
     "DropPolicy",
+    "Pairs",
     "Routing",
     "RoutingFacts",
     "at_least_fp32",
     "capacity_of",
+    "pairs_of",
     "route_first",
     "route_first_two",
     "route_k",
@@ -95,6 +97,33 @@ class Routing:
     l_aux: Tensor
     exp_counts: Tensor
     facts: RoutingFacts
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """What of a `Routing` moving rows needs, where somebody else has chosen experts and weights.
+
+    Attributes:
+        pair_P: as in `Routing`; pairs that go nowhere come last.
+        slot_KT: row of each pair; R or more where it has none.
+        kept_E: rows of each expert.
+    """
+
+    pair_P: Tensor
+    slot_KT: Tensor
+    kept_E: Tensor
+
+
+def pairs_of(expert_TK: Tensor, num_experts: int) -> Pairs:
+    """Sort the pairs of a router's choice; `num_experts` in the place of an expert sends a pair nowhere."""
+    expert_KT = expert_TK.T.contiguous()
+    expert_P = expert_KT.view(-1).long()
+    counts_Q = torch.zeros(num_experts + 1, dtype=torch.int64, device=expert_P.device)
+    counts_Q.scatter_add_(0, expert_P, torch.ones_like(expert_P))
+    pair_P = expert_P.argsort(stable=True)
+    slot_P = torch.empty_like(pair_P)
+    slot_P[pair_P] = torch.arange(pair_P.numel(), device=pair_P.device)
+    return Pairs(pair_P, slot_P.view_as(expert_KT), counts_Q[:num_experts])
 
 
 def at_least_fp32(values: Tensor) -> Tensor:

@@ -288,6 +288,45 @@ def test_what_asks_for_nothing_is_accepted(given: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("key", "value", "because"),
+    [
+        ("top_k", 2, "router's own"),
+        ("route_norm", True, "router's own"),
+        ("route_scale", 2.5, "router's own"),
+        ("routed_scaling_factor", 1.0, "router's own"),
+        ("score_apply", "pre", "router's own"),
+        ("score_func", "sigmoid", "router's own"),
+        ("num_expert_groups", 4, "router's own"),
+        ("num_limited_groups", 2, "router's own"),
+        ("top_k_attr", "num_experts_per_tok", "router's own"),
+        ("expert_w3", "w3", "experts' own"),
+        ("expert_activation", "silu", "experts' own"),
+        ("has_shared_experts", True, "blocks' own"),
+        ("shared_experts_pattern", "shared", "blocks' own"),
+        ("shared_experts_gate_pattern", "gate", "blocks' own"),
+        ("comm_backend", "deepep", "not built yet"),
+        ("comm_num_sm", 24, "not built yet"),
+        ("comm_qp_margin", 0, "not built yet"),
+        ("comm_max_tokens_per_rank", 8, "not built yet"),
+        ("async_split_plan", True, "not built yet"),
+        ("validate_folding_routing", True, "not built yet"),
+        ("combine_impl", "legacy_bmm", "the one way there is"),
+        ("row_weighting_impl", "fused", "not built yet"),
+    ],
+)
+def test_what_auto_ep_leaves_to_the_model_is_refused_once_it_is_on(key: str, value: Any, because: str) -> None:
+    text = refusal(expert_parallel={"enabled": True, key: value})
+    assert f"expert_parallel.{key}" in text
+    assert because in text
+    build(expert_parallel={"enabled": False, key: value})
+
+
+def test_auto_ep_with_its_own_keys_is_accepted() -> None:
+    build(expert_parallel={"enabled": True, "autoep_size": 2, "preset_model": "mixtral", "use_grouped_mm": False})
+    build(expert_parallel={"enabled": True, "combine_impl": "weighted_sum", "row_weighting_impl": "eager"})
+
+
+@pytest.mark.parametrize(
     "key", ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"]
 )
 def test_a_left_over_auto_says_who_fills_it(key: str) -> None:

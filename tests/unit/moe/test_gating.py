@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deepspeed.errors import ArgumentError
-from deepspeed.moe.gating import Routing, capacity_of, route_first, route_first_two, route_k, z_loss_of
+from deepspeed.moe.gating import Routing, capacity_of, pairs_of, route_first, route_first_two, route_k, z_loss_of
 from tests.support.plain_moe import balance_loss, kept_pairs, weights_of
 
 SHAPES = st.tuples(st.integers(0, 25), st.integers(1, 7))
@@ -168,3 +168,12 @@ def test_impossible_settings_are_refused() -> None:
             route_k(_logits(2, 3), k, None)
     with pytest.raises(ArgumentError, match="'probs'"):
         route_k(_logits(2, 3), 2, 1, drop_policy="none")  # type: ignore[arg-type]
+
+
+def test_pairs_are_sorted_by_expert_and_those_that_go_nowhere_are_last() -> None:
+    expert_TK = torch.tensor([[2, 0], [0, 3], [1, 2]])  # of 3 experts: 3 is nowhere
+    pairs = pairs_of(expert_TK, 3)
+    assert pairs.kept_E.tolist() == [2, 1, 2]
+    assert pairs.pair_P.tolist() == [1, 3, 2, 0, 5, 4]  # pair p is choice p // 3 of token p % 3
+    assert pairs.slot_KT.tolist() == [[3, 0, 2], [1, 5, 4]]
+    assert pairs_of(expert_TK[:0], 3).kept_E.tolist() == [0, 0, 0]
