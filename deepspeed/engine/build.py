@@ -30,6 +30,7 @@ from deepspeed.engine.axes import ModelAxes
 from deepspeed.engine.basic_optimizer import choose_optimizer, choose_schedule
 from deepspeed.engine.checkpointing import Checkpointing
 from deepspeed.engine.engine import DeepSpeedEngine
+from deepspeed.engine.expert_report import ExpertReport
 from deepspeed.engine.experts import gather_experts_together, is_name_of_experts, refuse_for_experts
 from deepspeed.engine.loader import build_loader
 from deepspeed.engine.partition import Partition, attach_gradient_stores, copy_from_first_rank, plan_partition
@@ -192,6 +193,7 @@ def _report(request: EngineRequest, terms: Terms) -> StepReport:
         batch_size=terms.batch.train,
         synchronize=get_accelerator().synchronize,
         mark_memory=lambda label: see_memory_usage(label, force=True),
+        experts=ExpertReport(request.module, request.mesh.data_parallel),
     )
 
 

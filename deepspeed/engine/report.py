@@ -19,6 +19,7 @@ from torch import Tensor
 from deepspeed import comm
 from deepspeed.common.logging import log_dist
 from deepspeed.common.timing import NullTimers, ThroughputTimer, Timers
+from deepspeed.engine.expert_report import ExpertReport
 
 if TYPE_CHECKING:
     from deepspeed.config import DeepSpeedConfig
@@ -54,6 +55,7 @@ class StepReport:
         batch_size: samples per global step.
         synchronize: waits for the device.
         mark_memory: logs memory in use under a label, where `memory_breakdown` asks for it.
+        experts: the routers of the model, if it has any.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class StepReport:
         batch_size: int,
         synchronize: Callable[[], None],
         mark_memory: Callable[[str], None] | None = None,
+        experts: ExpertReport | None = None,
     ) -> None:
         self.monitor = monitor
         self.axis = axis
@@ -77,6 +80,7 @@ class StepReport:
             config.timers.throughput, batch_size, steps_per_output=self._every, synchronize=synchronize
         )
         self._mark_memory = mark_memory if config.memory_breakdown else None
+        self._experts = experts
         self._loss_sum: Tensor | None = None
         self._losses = 0
         self.more: dict[str, float] = {}
@@ -111,11 +115,12 @@ class StepReport:
         return float(total[0] / total[1])
 
     def step_done(self, summary: StepSummary) -> None:
-        """Write one reported step."""
+        """Write one reported step. Collective over the axis where the model has experts."""
+        of_experts = {} if self._experts is None else self._experts.values()
         if self._is_printed(summary.global_step):
             log_dist(_line(summary, self.more))
         if self.monitor.enabled:
-            self.monitor.write_events(self._events(summary))
+            self.monitor.write_events(self._events(summary, of_experts))
 
     def write_now(self, name: str, value: Tensor, global_samples: int) -> None:
         """Hand one value to the monitor. It is read where a writer is."""
@@ -133,10 +138,10 @@ class StepReport:
             is_printed = self._every is None or self._is_printed(global_step)
             self.timers.log(names, ranks=[0] if is_printed else [], reset=True)
 
-    def _events(self, s: StepSummary) -> list[tuple[str, float, int]]:
+    def _events(self, s: StepSummary, of_experts: dict[str, float]) -> list[tuple[str, float, int]]:
         values: dict[str, float | None] = {
             "Train/Samples/train_loss": s.loss,
-            **{f"Train/Samples/{name}": value for name, value in self.more.items()},
+            **{f"Train/Samples/{name}": value for name, value in {**self.more, **of_experts}.items()},
             "Train/Samples/lr": s.lr[0] if s.lr else None,
             "Train/Samples/loss_scale": s.loss_scale,
             "Train/Samples/grad_norm": s.grad_norm,
