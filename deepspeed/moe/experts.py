@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.errors import ArgumentError
+from deepspeed.ops.host_products import fast_products
 
 __all__ = ["Experts", "LocalExperts", "expert_group_name"]
 
@@ -142,7 +143,8 @@ class Experts(nn.Module):
             `(R, N)`, in the same order.
         """
         stretches = rows_RM.split_with_sizes(list(rows_per_expert))
-        outputs = [_first(expert(stretch)) for expert, stretch in zip(self.deepspeed_experts, stretches, strict=True)]
+        with fast_products(rows_RM.device):
+            outputs = [_first(expert(rows)) for expert, rows in zip(self.deepspeed_experts, stretches, strict=True)]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 

@@ -9,6 +9,8 @@ another expert (Switch, arXiv:2101.03961, section 2.4).
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -24,6 +26,7 @@ from deepspeed.moe.gating import (
     route_first,
     route_first_two,
     route_k,
+    z_loss_of,
 )
 from deepspeed.moe.noise import gumbel_like, jitter, uniform_like
 
@@ -56,6 +59,7 @@ class TopKGate(nn.Module):
         use_rts: with k = 1, a full expert keeps tokens drawn at random while training, in place of the first ones.
         ep_group: ranks that experts are spread over; not needed here, kept for callers that read it.
         top2_2nd_expert_sampling: with k = 2, the second expert is a sample, while training.
+        z_loss_weight: this times the router z-loss (ST-MoE) is added to `l_aux`; ours.
 
     Attributes:
         wg: the router's matrix, fp32.
@@ -78,6 +82,7 @@ class TopKGate(nn.Module):
         use_rts: bool = True,
         ep_group: ProcessGroup | None = None,
         top2_2nd_expert_sampling: bool = True,
+        z_loss_weight: float = 0.0,
     ) -> None:
         super().__init__()
         if not 1 <= k <= num_experts:
@@ -100,6 +105,7 @@ class TopKGate(nn.Module):
         self.drop_tokens = drop_tokens
         self.use_rts = use_rts
         self.top2_2nd_expert_sampling = top2_2nd_expert_sampling
+        self.z_loss_weight = z_loss_weight
         self.last_facts: RoutingFacts | None = None
 
     def forward(self, hidden_TM: Tensor, used_token: Tensor | None = None) -> Routing:
@@ -116,7 +122,11 @@ class TopKGate(nn.Module):
             hidden_TM = at_least_fp32(hidden_TM)
             if self.training and self.noisy_gate_policy == "Jitter":
                 hidden_TM = jitter(hidden_TM)
-            routing = self._route(self.wg(hidden_TM), used_token)
+            logits_TE = self.wg(hidden_TM)
+            routing = self._route(logits_TE, used_token)
+            if self.z_loss_weight:
+                l_aux = routing.l_aux + self.z_loss_weight * z_loss_of(logits_TE)
+                routing = dataclasses.replace(routing, l_aux=l_aux)
         self.last_facts = routing.facts
         return routing
 

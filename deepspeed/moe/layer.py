@@ -144,6 +144,8 @@ class MoE(nn.Module):
         use_tutel: accepted; rows are sorted by expert in any case, which is what Tutel brings.
         enable_expert_tensor_parallelism: accepted while no rank shares matrices with another.
         top2_2nd_expert_sampling: with k = 2, the second expert is a sample, while training.
+        z_loss_weight: this times the router z-loss (ST-MoE, arXiv:2202.08906) is added to `l_aux`; ours. About 0.1 with a
+            factor of 0.01 on `l_aux`.
 
     Attributes:
         num_local_experts: experts of each rank.
@@ -174,6 +176,7 @@ class MoE(nn.Module):
         use_tutel: bool = False,
         enable_expert_tensor_parallelism: bool = False,
         top2_2nd_expert_sampling: bool = True,
+        z_loss_weight: float = 0.0,
     ) -> None:
         super().__init__()
         if ep_size < 1 or num_experts < 1 or num_experts % ep_size:
@@ -198,12 +201,15 @@ class MoE(nn.Module):
             drop_tokens,
             use_rts,
             top2_2nd_expert_sampling=top2_2nd_expert_sampling,
+            z_loss_weight=z_loss_weight,
         )
         experts = Experts(expert, self.num_local_experts, self.expert_group_name)
         self.deepspeed_moe = MOELayer(gate, experts, self.expert_group_name, ep_size, self.num_local_experts, use_tutel)
         if use_residual:
             self.mlp = expert
             self.coefficient = nn.Linear(hidden_size, 2)
+        if groups.has_current() and groups.get_current().sizes["expert"] == ep_size:
+            self.set_deepspeed_parallelism()  # experts have their names at once, for a state dict that is loaded now
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
         """Find the ranks that the experts are spread over, and name this rank's experts; every rank must call it.

@@ -144,6 +144,9 @@ def test_an_input_without_a_gradient_is_enough() -> None:
 def _mesh(rank: int, world_size: int) -> None:
     mesh = ParallelMesh.build(expert=2)
     groups.set_current(mesh)
+    early = MoE(WIDTH, _expert(0), num_experts=EXPERTS, ep_size=2)
+    names = {name for name, _ in early.deepspeed_moe.experts.deepspeed_experts.named_children()}  # type: ignore[union-attr]
+    assert names == {str(rank % 2 * 2), str(rank % 2 * 2 + 1)}, "they are known where the mesh is"
     first, second = _layer(2), _layer(2)
     assert groups.get_current() is mesh, "the current mesh has such an axis"
     assert first.deepspeed_moe.ep_group is second.deepspeed_moe.ep_group is mesh.axis("expert").group

@@ -115,6 +115,14 @@ def test_the_router_is_fp32_whatever_the_default() -> None:
     assert gate.wg.weight.dtype == torch.float32
 
 
+def test_the_z_loss_joins_the_balancing_loss_with_its_weight() -> None:
+    hidden = torch.randn(9, WIDTH, dtype=torch.float64)
+    without, with_it = _moe(), _moe(z_loss_weight=0.5)
+    logits = hidden @ without.deepspeed_moe.gate.wg.weight.T  # type: ignore[union-attr, operator]
+    wanted = without(hidden)[1] + 0.5 * logits.exp().sum(1).log().square().mean()
+    torch.testing.assert_close(with_it(hidden)[1], wanted, rtol=1e-12, atol=0)
+
+
 def test_eval_draws_nothing_and_has_its_own_capacity() -> None:
     arguments = {"num_experts": 2, "capacity_factor": 0.1, "eval_capacity_factor": 2.0, "min_capacity": 1, "use_rts": True}
     for k, noise in ((1, "RSample"), (1, "Jitter"), (2, None)):

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deepspeed.ops import host_products
+from deepspeed.ops.host_products import fast_products, is_mkl_slow
+
+CPU = torch.device("cpu")
+HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+@pytest.fixture
+def _paying(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a processor where it pays."""
+    if not HAS_ONEDNN:
+        pytest.skip("this torch has no oneDNN")
+    monkeypatch.setattr(host_products, "is_mkl_slow", lambda: True)
+
+
+def _calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    seen: list[tuple[int, ...]] = []
+    product = host_products._product
+
+    def noted(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        seen.append((*x.shape, weight.shape[0]))
+        return product(x, weight, bias)
+
+    monkeypatch.setattr(host_products, "_product", noted)
+    return seen
+
+
+@pytest.mark.usefixtures("_paying")
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("shape", [(64,), (4, 16)], ids=str)
+def test_values_and_gradients_are_those_of_linear(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], with_bias: bool
+) -> None:
+    seen = _calls(monkeypatch)
+    layer = nn.Linear(256, 512, bias=with_bias)
+    x = torch.randn(*shape, 256, requires_grad=True)
+    with fast_products(CPU):
+        output = layer(x)
+    gradient = torch.randn(512).expand(*shape, 512)  # not contiguous
+    given = [x, *layer.parameters()]
+    got = torch.autograd.grad(output, given, gradient)
+    assert seen == [(64, 256, 512), (64, 512, 256), (512, 64, 256)]
+    exact = [each.detach().double().requires_grad_() for each in given]
+    wanted = F.linear(*exact)
+    # sums of up to 512 products of size 1: sqrt(512) * 2^-24 * a few
+    torch.testing.assert_close(output.double(), wanted, rtol=1e-5, atol=1e-4)
+    for one, two in zip(got, torch.autograd.grad(wanted, exact, gradient.double()), strict=True):
+        torch.testing.assert_close(one.double(), two, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.usefixtures("_paying")
+def test_only_what_needs_a_gradient_is_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = _calls(monkeypatch)
+    layer = nn.Linear(256, 512).requires_grad_(False)
+    x = torch.randn(64, 256, requires_grad=True)
+    with fast_products(CPU):
+        layer(x).sum().backward()
+    assert seen == [(64, 256, 512), (64, 512, 256)]
+    assert layer.weight.grad is None
+
+
+@pytest.mark.usefixtures("_paying")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (torch.ones(2, 8), torch.ones(4, 8)),
+        (torch.ones(0, 256), torch.ones(512, 256)),
+        (torch.ones(64, 256).double(), torch.ones(512, 256).double()),
+        (torch.ones(64, 256).bfloat16(), torch.ones(512, 256).bfloat16()),
+    ],
+    ids=["small", "no rows", "float64", "bf16"],
+)
+def test_other_products_stay_as_they_are(monkeypatch: pytest.MonkeyPatch, arguments: tuple[Tensor, Tensor]) -> None:
+    seen = _calls(monkeypatch)
+    with fast_products(CPU):
+        assert torch.equal(F.linear(*arguments), arguments[0] @ arguments[1].T)
+    assert seen == []
+
+
+@pytest.mark.usefixtures("_paying")
+def test_outside_under_autocast_and_with_onednn_off_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = _calls(monkeypatch)
+    x, weight = torch.randn(64, 256), torch.randn(512, 256)
+    F.linear(x, weight)
+    with fast_products(CPU), torch.autocast("cpu", torch.bfloat16):
+        assert F.linear(x, weight).dtype == torch.bfloat16
+    with fast_products(CPU), torch.backends.mkldnn.flags(enabled=False):
+        F.linear(x, weight)
+    with fast_products(torch.device("meta")):
+        F.linear(x, weight)
+    assert seen == []
+
+
+@pytest.mark.parametrize(("vendor", "slow"), [("AuthenticAMD", True), ("GenuineIntel", False), (None, False)])
+def test_mkl_is_slow_with_avx512_of_another_maker(monkeypatch: pytest.MonkeyPatch, vendor: str | None, slow: bool) -> None:
+    if not HAS_ONEDNN or not torch.backends.mkl.is_available():
+        pytest.skip("this torch lacks one of the two libraries")
+    capability: Any = lambda: "AVX512"  # noqa: E731
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", capability)
+    monkeypatch.setattr(host_products, "_maker", lambda: vendor)
+    is_mkl_slow.cache_clear()
+    try:
+        assert is_mkl_slow() is slow
+    finally:
+        is_mkl_slow.cache_clear()
+
+
+def test_the_maker_is_read_from_the_first_processor(tmp_path: Path) -> None:
+    info = tmp_path / "cpuinfo"
+    info.write_text("processor\t: 0\nvendor_id\t: AuthenticAMD\nmodel name\t: x\n\nprocessor\t: 1\n")
+    assert host_products._maker(info) == "AuthenticAMD"
+    info.write_text("processor\t: 0\n")
+    assert host_products._maker(info) is None
+    assert host_products._maker(tmp_path / "none") is None
