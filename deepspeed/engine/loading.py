@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+_EXPERTS = ".deepspeed_experts."  # in the name of each of their parameters
+
 
 class LoadingMembers:
     """Mixin of `DeepSpeedEngine`: loading."""
@@ -105,6 +107,40 @@ class LoadingMembers:
         give_back_freed(self._config.zero_optimization)
         self.loaded_checkpoint_dp_world_size = source.state["dp_world_size"]
         return str(Path(load_dir, source.tag)), source.client_state()
+
+    @staticmethod
+    def load_moe_state_dict(
+        checkpoint_path: str | os.PathLike[str],
+        tag: str,
+        state_dict: dict[str, Tensor],
+        old_moe_load: bool = False,
+        model: nn.Module | None = None,
+        mpu: Any = None,
+        num_experts: Any = 1,
+        checkpoint_engine: Any = None,
+    ) -> None:
+        """Add the experts of a checkpoint, the original's or ours, to `state_dict`, under their numbers in the whole layer.
+
+        Each rank reads for itself.
+
+        Args:
+            checkpoint_path: folder of all tags.
+            tag: which one.
+            state_dict: gets the experts.
+            old_moe_load: accepted; the files say themselves how old they are.
+            model: only experts that it holds on this rank; None: all.
+            mpu: accepted; names are the same on all ranks.
+            num_experts: accepted; the checkpoint says it.
+            checkpoint_engine: accepted.
+
+        Raises:
+            CheckpointError: files are missing or damaged.
+        """
+        source = open_checkpoint(Path(checkpoint_path), tag)
+        held = None if model is None else model.state_dict().keys()
+        for name, stored in _weights_in(source).items():
+            if _EXPERTS in name and (held is None or name in held):
+                state_dict[name] = source.read(stored).view(source.shape(stored))
 
     def _load(
         self,

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from deepspeed.checkpoint.ds_to_universal import main as convert
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.support.engines import config, make_engine, masters, moments, train, zero
 from tests.support.models import Batches, make_batches
@@ -174,3 +175,35 @@ def test_frozen_experts_are_in_a_checkpoint_and_its_exports(tmp_path: Path, stag
     written = torch.load(tmp_path / "weights.bin", weights_only=True)
     for found in (exported, written):
         assert relative_difference({name: found[name].double() for name in want}, want) <= 1e-7
+
+
+def _in_other_ways(rank: int, world_size: int, folder: str, block: dict[str, Any]) -> tuple[bool, bool]:
+    engine = _engine(2, 1, world_size, checkpoint=block)
+    train(engine, _batches(engine.module, world_size)[:BEFORE], rank)
+    engine.save_checkpoint(folder)
+    engine.wait_for_checkpoint()
+    other = _engine(2, 1, world_size, offset=1.0, checkpoint=block)
+    other.load_checkpoint(folder)
+    want, got = (masters(each) for each in (engine, other))
+    state, loaded = (_flat(moments(each)) for each in (engine, other))
+    return relative_difference(got, want) == 0.0, relative_difference(loaded, state) == 0.0
+
+
+@pytest.mark.parametrize(
+    "block", [{"use_node_local_storage": True}, {"async_save": True}, {"writer": {"data_parallel": "MACHINE"}}], ids=str
+)
+def test_every_way_of_saving_keeps_experts(tmp_path: Path, block: dict[str, Any]) -> None:
+    assert run_ranks(_in_other_ways, 4, str(tmp_path), block) == [(True, True)] * 4
+
+
+def _load_universal(rank: int, world_size: int, folder: str) -> dict[str, Tensor]:
+    engine = _engine(2, 3, world_size, offset=1.0, checkpoint={"load_universal": True})
+    engine.load_checkpoint(folder)
+    return masters(engine)
+
+
+def test_a_universal_folder_holds_the_experts_of_all_ranks(tmp_path: Path) -> None:
+    weights, *_ = zip(*run_ranks(_save, 4, str(tmp_path), 4, 1), strict=True)
+    convert(["--input_folder", str(tmp_path / "here"), "--output_folder", str(tmp_path / "here_universal")])
+    got = _joined(run_ranks(_load_universal, 2, str(tmp_path)))
+    assert relative_difference(got, _joined(list(weights))) <= 1e-7  # the original's layout is fp32

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from tests.support.engines import make_engine, masters
@@ -120,3 +121,23 @@ def test_training_goes_on_as_the_original_s_own_resume_does() -> None:
                 assert torch.equal(value.to(DTYPES[PRECISION[case]]), stored[name].to(DTYPES[PRECISION[case]])), (case, name)
             assert losses == pytest.approx(wanted, rel=TOLERANCE[PRECISION[case]]), (case, ep_size, stage)
         assert seen == stored.keys()
+
+
+def _some_experts(rank: int, world_size: int) -> dict[str, Tensor]:
+    model = MoENet()
+    model.moe.set_deepspeed_parallelism()
+    found: dict[str, Tensor] = {}
+    DeepSpeedEngine.load_moe_state_dict(FIXTURES / "moe-stage0-fp32", "step3", found, False, model=model, num_experts=[4])
+    return found
+
+
+def test_experts_alone_are_added_to_a_state_dict() -> None:
+    stored = load_file(FIXTURES / "moe-stage0-fp32" / "expected_weights.safetensors")
+    found: dict[str, Tensor] = {"other": torch.zeros(1)}
+    DeepSpeedEngine.load_moe_state_dict(FIXTURES / "moe-stage0-fp32", "step3", found, False)
+    experts = {name for name in stored if "deepspeed_experts" in name}
+    assert found.keys() == experts | {"other"}
+    assert all(torch.equal(found[name], stored[name]) for name in experts)
+    first, second = run_ranks(_some_experts, 2)
+    assert first.keys() | second.keys() == experts
+    assert not first.keys() & second.keys()

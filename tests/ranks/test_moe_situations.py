@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import tempfile
 from typing import Any
 
 import pytest
@@ -126,6 +127,10 @@ def _vary(rank: int, world_size: int, how: str, stage: int) -> dict[str, Tensor]
     if how == "offload":
         blocks["zero_optimization"] |= {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
         blocks["zero_force_ds_cpu_optimizer"] = False
+    if how == "state on NVMe":
+        block = {"device": "nvme", "nvme_path": tempfile.gettempdir(), "buffer_count": 5}
+        blocks["zero_optimization"] |= {"offload_optimizer": block, "sub_group_size": 64}
+        blocks["zero_force_ds_cpu_optimizer"] = False
     if how == "all-reduce gathers":
         blocks["zero_optimization"]["stage3_use_all_reduce_for_fetch_params"] = True
     if how == "data first":
@@ -147,6 +152,8 @@ VARIATIONS = [
     ("lamb", 0),
     ("lamb", 2),
     ("offload", 3),
+    ("state on NVMe", 1),
+    ("state on NVMe", 3),
     ("all-reduce gathers", 3),
 ]
 
@@ -183,6 +190,31 @@ def test_the_groups_can_be_asked_for() -> None:
         ([2, 3], [0, 2], 0, 2),
         ([2, 3], [1, 3], 1, 2),
     ]
+
+
+class _Mpu:
+    """Groups of a caller: data-parallel ranks as `ranks` says."""
+
+    def __init__(self, rank: int, ranks: list[list[int]]) -> None:
+        groups_of = [deepspeed.comm.new_group(each) for each in ranks]
+        place = next(place for place, each in enumerate(ranks) if rank in each)
+        self.get_data_parallel_group = lambda: groups_of[place]
+        self.get_data_parallel_world_size = lambda: len(ranks[place])
+
+
+def _over_an_mpu(rank: int, world_size: int) -> tuple[dict[str, Tensor], list[int]]:
+    model = moe_net((4,), 2, k=2)
+    settings = config(1, ROWS, gradient_clipping=0.05, **zero(1))
+    engine = make_engine(model, settings, optimizer=_adam(model.parameters()), mpu=_Mpu(rank, [[0, 1, 2, 3]]))
+    data = deepspeed.comm.get_all_ranks_from_group(groups._get_expert_data_parallel_group())
+    return train(engine, _batches(world_size), rank).weights, data
+
+
+def test_experts_are_spread_over_the_data_parallel_ranks_of_an_mpu() -> None:
+    weights, data = zip(*run_ranks(_over_an_mpu, 4), strict=True)
+    want = train_reference(moe_net((4,), 1, k=2), _adam, _batches(4), clip=0.05)
+    assert relative_difference(_join(list(weights)), want.weights) <= FP64_ROUNDING
+    assert list(data) == [[0, 2], [1, 3], [0, 2], [1, 3]]
 
 
 def _refused(rank: int, world_size: int, how: str) -> str:
