@@ -48,12 +48,25 @@ class Replacements:
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
 
-    def put(self, owner: Any, name: str, value: object) -> None:
-        """Set `owner.name`; one that `owner` inherits is deleted again by `undo`."""
+    def put(self, owner: Any, name: str, value: object, *, keeps_later: bool = False) -> None:
+        """Set `owner.name`; one that `owner` inherits is deleted again by `undo`.
+
+        Args:
+            owner: a class or module.
+            name: of its attribute.
+            value: what stands in.
+            keeps_later: leave what somebody else has put there since, as a decorator of a class does.
+        """
         if name in vars(owner):
-            self._undo.append(functools.partial(setattr, owner, name, vars(owner)[name]))
+            put_back = functools.partial(setattr, owner, name, vars(owner)[name])
         else:
-            self._undo.append(functools.partial(delattr, owner, name))
+            put_back = functools.partial(delattr, owner, name)
+
+        def undo() -> None:
+            if not keeps_later or vars(owner).get(name) is value:
+                put_back()
+
+        self._undo.append(undo)
         setattr(owner, name, value)
 
     def undo(self) -> None:
@@ -111,7 +124,8 @@ class Construction:
         @functools.wraps(original)
         def reporting_init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
             construct = original.__get__(module)
-            if module is self.innermost:  # the constructor of a base class
+            # The constructor of a base class; or no context is open, and somebody kept this function.
+            if module is self.innermost or not self.watchers:
                 construct(*args, **kwargs)
                 return
             watcher = self.watcher
@@ -126,7 +140,7 @@ class Construction:
             if watcher in self.watchers:  # else its context was left inside the constructor
                 watcher.built(module)
 
-        self._replaced.put(cls, "__init__", reporting_init)
+        self._replaced.put(cls, "__init__", reporting_init, keeps_later=True)
 
     def _watch_declarations(self) -> None:
         def init_subclass(cls: type[nn.Module], /, **options: Any) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
@@ -70,6 +71,31 @@ def test_a_module_is_reported_once_when_its_outermost_constructor_is_over(watche
     Derived()
     Inherits()
     assert watched.told == ["built Base", "built Derived", "built Base", "built Inherits"]
+
+
+def test_a_constructor_that_a_decorator_has_wrapped_meanwhile_stays_and_reports_again() -> None:
+    construction, first, second = Construction(), Recorder(), Recorder()
+    construction.enter(first)
+
+    class Declared(Base):
+        def __init__(self) -> None:
+            super().__init__()
+
+    own = Declared.__init__
+
+    @functools.wraps(own)
+    def wrapped(self: Declared) -> None:
+        own(self)
+        self.is_decorated = True
+
+    Declared.__init__ = wrapped  # type: ignore[method-assign]
+    assert Declared().is_decorated
+    construction.leave(first)
+    assert Declared().is_decorated
+    construction.enter(second)
+    assert Declared().is_decorated
+    construction.leave(second)
+    assert (first.told, second.told) == (["built Declared"], ["built Declared"])
 
 
 def test_a_class_declared_meanwhile_is_reported_and_one_made_afterwards_is_not(watched: Recorder) -> None:
