@@ -94,6 +94,11 @@ class SpreadExperts(nn.Module):
         """Whether other ranks hold other experts of the layer."""
         return self.ep_size > 1
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether this rank's experts alone are left."""
+        return self._axis is not None
+
     def mark(self) -> None:
         """Put the marks on the parameters; the engine does so again, because a deep copy of a model has lost them."""
         for param in self.parameters():
@@ -253,7 +258,10 @@ def apply_auto_ep(model: nn.Module, config: ExpertParallelConfig) -> None:
             )
         _refuse_other_size(name, module, config.autoep_size)
     for name, (module, stacks) in found.items():
-        if not isinstance(module, SpreadExperts):
+        if isinstance(module, SpreadExperts):
+            module.ep_size = config.autoep_size
+            module.mark()
+        else:
             _convert(name, module, stacks, config)
     log_dist(f"expert_parallel: {len(found)} layers of experts, each spread over {config.autoep_size} ranks")
 
@@ -329,7 +337,7 @@ def _nothing_found(model: nn.Module, search: Search, unfit: dict[str, str]) -> s
 
 
 def _refuse_other_size(name: str, module: nn.Module, ep_size: int) -> None:
-    if isinstance(module, SpreadExperts) and module.ep_size != ep_size:
+    if isinstance(module, SpreadExperts) and module.is_cut and module.ep_size != ep_size:
         raise ArgumentError(
             f"expert_parallel.autoep_size={ep_size}, but the experts of {name!r} were spread over {module.ep_size} ranks by "
             "an earlier deepspeed.initialize. Build the model anew, or give the same size."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ from deepspeed.config.parallel import ExpertParallelConfig
 from deepspeed.errors import ArgumentError, UsageError
 from deepspeed.moe.auto_ep import SpreadExperts, Stretch, apply_auto_ep
 from deepspeed.moe.param_groups import has_moe_layers, is_moe_param
+from deepspeed.topology import groups
+from deepspeed.topology.mesh import AxisGroup
 from deepspeed.zero.leaf import set_z3_leaf_modules
 from tests.support.moe_decoders import KINDS, logits_of, moe_decoder
-from tests.unit.moe.test_stacked import EXPERTS, WIDTH, Stack
+from tests.unit.moe.test_stacked import EXPERTS, INNER, WIDTH, Stack
 
 FP32_ROUTERS = 1e-6
 """Some routers weigh in fp32, rounding at 6e-8; here the plain and the spread sum may round in another order."""
@@ -172,14 +175,38 @@ def test_a_list_of_modules_is_refused_with_the_cure() -> None:
     apply_auto_ep(model, ExpertParallelConfig())  # nothing was asked for
 
 
-def test_sizes_that_do_not_divide_or_change_are_refused_before_anything_is_changed() -> None:
+def test_a_size_that_does_not_divide_is_refused_before_anything_is_changed() -> None:
     model = nn.ModuleDict({"first": Block(Stack()), "second": Block(Stack(experts=6))})
     with pytest.raises(ArgumentError, match=r"autoep_size=4 with 6 experts in 'second\.experts'"):
         apply_auto_ep(model, enabled(autoep_size=4))
     assert type(model["first"].experts) is Stack
+
+
+def test_each_rank_keeps_its_share_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def use(rank: int, size: int) -> None:
+        mesh = SimpleNamespace(axis=lambda name: AxisGroup(range(size), rank))
+        monkeypatch.setattr(groups, "get_current", lambda: mesh)
+
+    model = Block(Stack())
+    whole = {name: value.clone() for name, value in model.experts.state_dict().items()}
+    apply_auto_ep(model, enabled(autoep_size=4))  # not taken further
     apply_auto_ep(model, enabled(autoep_size=2))
+    experts: Any = model.experts
+    use(1, 2)
+    for _ in range(2):
+        experts.set_deepspeed_parallelism()
+        assert all(torch.equal(value, whole[name][2:]) for name, value in experts.state_dict().items())
+    assert "experts 2 to 3 of 4" in repr(model)
+    assert dict(experts.stretches())["down_proj"] == Stretch((EXPERTS, WIDTH, INNER), 2, 2)
+    experts.load_state_dict({name: 2 * value for name, value in whole.items()})
+    assert torch.equal(experts.down_proj, 2 * whole["down_proj"][2:])
+    experts.load_state_dict({name: 3 * value[2:] for name, value in whole.items()})
+    assert torch.equal(experts.down_proj, 3 * whole["down_proj"][2:])
     with pytest.raises(ArgumentError, match="were spread over 2 ranks"):
         apply_auto_ep(model, enabled(autoep_size=1))
+    use(0, 2)
+    with pytest.raises(UsageError, match="number 1; now it is number 0 of 2"):
+        experts.set_deepspeed_parallelism()
 
 
 def test_spread_experts_without_ranks_say_so() -> None:
