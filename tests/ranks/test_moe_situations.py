@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import csv
 import functools
 import logging
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -290,3 +292,23 @@ def test_a_replica_of_an_expert_that_differs_is_noticed_on_all_ranks() -> None:
     assert len(set(told)) == 1
     assert "values that ranks [1, 3] must hold alike differ" in told[0]
     assert "deepspeed_experts" in told[0]
+
+
+def _monitored(rank: int, world_size: int, folder: str) -> int:
+    model = moe_net((4,), 2, k=2)
+    monitor = {"enabled": True, "output_path": folder, "job_name": "run"}
+    engine = make_engine(model, config(1, ROWS, csv_monitor=monitor), optimizer=_adam(model.parameters()))
+    train(engine, _batches(world_size), rank)
+    engine.destroy()
+    return sum(1 for _ in Path(folder).rglob("*.csv"))
+
+
+def test_monitors_get_the_tokens_of_each_expert_over_all_ranks(tmp_path: Path) -> None:
+    run_ranks(_monitored, 2, str(tmp_path))
+    files = {path.name: list(csv.reader(path.open())) for path in tmp_path.rglob("*moe*.csv")}
+    assert len(files) == 4 + 2
+    rows = [lines[1:] for name, lines in files.items() if "tokens" in name]
+    assert len(rows) == 4
+    for step in range(STEPS):
+        assert sum(float(lines[step][1]) for lines in rows) == 2 * ROWS * 2  # each token has k = 2 experts, on two ranks
+    assert all(float(line[1]) == 0.0 for name, lines in files.items() if "dropped" in name for line in lines[1:])
