@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.host_products import fast_products
 
 __all__ = ["NotStackedError", "Stacks", "grouped_product", "looped_product", "run_experts", "stacks_of"]
 
@@ -195,7 +196,8 @@ def grouped_product(rows_XA: Tensor, slabs_EAB: Tensor, rows_per_expert: Sequenc
 def looped_product(rows_XA: Tensor, slabs_EAB: Tensor, rows_per_expert: Sequence[int]) -> Tensor:
     """Multiply each stretch of rows with its slab, one after the other; an expert without rows gets a gradient of zeros."""
     stretches = rows_XA.split_with_sizes(list(rows_per_expert))
-    return torch.cat([stretch @ slab for stretch, slab in zip(stretches, slabs_EAB.unbind(), strict=True)])
+    with fast_products(rows_XA.device):
+        return torch.cat([F.linear(rows, slab.t()) for rows, slab in zip(stretches, slabs_EAB.unbind(), strict=True)])
 
 
 def _per_row(biases_EB: Tensor, rows_per_expert: Sequence[int]) -> Tensor:

@@ -8,7 +8,7 @@ torch multiplies fp32 matrices on a CPU by MKL, which uses AVX-512 on processors
 ships too, uses it wherever it is. On such a processor the products take half the time (`benchmarks/moe_layer.py`). Both
 round to fp32 and add in their own order. Where MKL is fast, or oneDNN missing or switched off, nothing is replaced.
 
-Lives here: the replacement and the question whether it pays. Called by `moe.experts`.
+Lives here: the replacement and the question whether it pays. Called by `moe.experts` and `moe.stacked`.
 """
 
 from __future__ import annotations

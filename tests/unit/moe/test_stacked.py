@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deepspeed.moe.stacked import NotStackedError, grouped_product, looped_product, run_experts, stacks_of
+from deepspeed.ops import host_products
 
 WIDTH, INNER, EXPERTS = 6, 5, 4
 
@@ -103,6 +104,20 @@ def test_the_grouped_product_is_the_loop(dtype: torch.dtype, is_transposed: bool
         found.append((result, rows.grad, slabs.grad))
     for grouped, looped in zip(*found, strict=True):  # bf16: sums of 16 and 24 terms are rounded once or more often
         torch.testing.assert_close(grouped, looped, rtol=4 * torch.finfo(dtype).eps, atol=16 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
+def test_large_products_on_the_cpu_round_otherwise_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for is_slow in (False, True):
+        monkeypatch.setattr(host_products, "is_mkl_slow", lambda is_slow=is_slow: is_slow)
+        torch.manual_seed(0)
+        rows, slabs = torch.randn(130, 256, requires_grad=True), torch.randn(2, 512, 256, requires_grad=True)
+        result = looped_product(rows, slabs.transpose(1, 2), [65, 65])
+        (result * torch.linspace(-1, 1, 512)).sum().backward()
+        found.append((result, rows.grad, slabs.grad))
+    for plain, fast in zip(*found, strict=True):  # sums of 65 to 512 terms of size 1, rounded at 6e-8 each
+        torch.testing.assert_close(fast, plain, rtol=1e-5, atol=1e-4)
 
 
 def test_products_follow_autocast() -> None:
