@@ -26,6 +26,7 @@ from tests.support.signals import hear_signals
 from tests.support.turns import turn
 
 _LEAVE_SECONDS = 2.0  # for threads and processes that were told to end and need a moment
+_LASTING_THREADS = {"tqdm_monitor"}  # torch's compiler shows progress through tqdm, which keeps one for the process
 
 
 settings.register_profile("ours", deadline=None)  # the first example may pay for an import; time is no property here
@@ -136,7 +137,8 @@ def _fail_on_leaks(threads: set[threading.Thread], children: set[int]) -> None:
 
 
 def _left(threads: set[threading.Thread], children: set[int]) -> list[str]:
-    alive = [f"thread {thread.name!r}" for thread in set(threading.enumerate()) - threads if thread.is_alive()]
+    new = [thread for thread in set(threading.enumerate()) - threads if thread.name not in _LASTING_THREADS]
+    alive = [f"thread {thread.name!r}" for thread in new if thread.is_alive()]
     hosts = sys.modules.get("tests.support.hosts")
     kept = set(helper_pids()) | (hosts.kept_pids() if hosts is not None else set())
     return alive + [f"process {pid}" for pid in _children() - children - kept]
