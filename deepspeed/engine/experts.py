@@ -12,7 +12,7 @@ Does not live here: the layers (`moe`), the axes (`axes`). Called by `api`, `bui
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import ArgumentError, UnbuiltFeatureError, UsageError
 from deepspeed.moe.auto_ep import SpreadExperts
-from deepspeed.moe.experts import Experts
+from deepspeed.moe.experts import Experts, expert_group_name
+from deepspeed.moe.param_groups import is_moe_param
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.topology.groups import set_current
 from deepspeed.topology.mesh import ParallelMesh
@@ -61,11 +62,13 @@ def place_experts(module: nn.Module, mesh: ParallelMesh, *, data_first: bool = F
         The mesh with it, which is the current one from now on; `mesh` where no experts are spread.
 
     Raises:
-        ArgumentError: layers differ in their ep_size, or it does not divide the data-parallel ranks.
+        ArgumentError: layers differ in their ep_size, or it does not divide the data-parallel ranks, or parameters are
+            marked as experts that no layer tells of.
         UsageError: an mpu numbers ranks in another order than ours, or experts were made under `zero.Init`.
     """
     _refuse_sharded(module)
     ep_size = _agreed_ep_size(module)
+    _refuse_strays(module, spread_experts(module) if ep_size > 1 else set())
     if ep_size > 1:
         mesh = mesh.with_experts(ep_size, is_slowest=data_first)
         set_current(mesh)
@@ -84,6 +87,17 @@ def _refuse_sharded(module: nn.Module) -> None:
             raise UsageError(
                 f"the experts of {name!r} were made under deepspeed.zero.Init, which shards parameters over all ranks; but "
                 "with ep_size > 1 few ranks hold the same experts. Make MoE layers outside zero.Init, or with ep_size=1."
+            )
+
+
+def _refuse_strays(module: nn.Module, known: Set[int]) -> None:
+    for name, param in module.named_parameters():
+        group_name = getattr(param, "group_name", None)
+        if is_moe_param(param) and group_name not in (None, expert_group_name(1)) and id(param) not in known:
+            raise ArgumentError(
+                f"parameter {name!r} is marked as an expert's (allreduce=False, group_name={group_name!r}), but no MoE "
+                "layer says over how many ranks experts are spread. Put it into deepspeed.moe.layer.MoE(..., ep_size=...), "
+                "or take the marks away."
             )
 
 

@@ -229,6 +229,10 @@ def _refused(rank: int, world_size: int, how: str) -> str:
     if how == "zero.Init":
         with deepspeed.zero.Init(config_dict_or_path=settings):
             model = MoeNet((4,), 2)
+    if how == "strays":
+        model = moe_net((4,), 1)
+        for param in model.first.parameters():
+            param.allreduce, param.group_name = False, "ep_size_2"  # type: ignore[attr-defined]
     if how == "nvme":
         block = {"device": "nvme", "nvme_path": "/tmp", "max_in_cpu": 0}
         settings["zero_optimization"] |= {"offload_param": block, "stage3_param_persistence_threshold": 0}
@@ -245,6 +249,7 @@ def _refused(rank: int, world_size: int, how: str) -> str:
         ("two sizes", "MoE layers of one model have ep_size 2 and 4"),
         ("does not divide", "experts over 3 ranks (ep_size) do not divide the 4 data-parallel ranks"),
         ("zero.Init", "were made under deepspeed.zero.Init"),
+        ("strays", "parameter 'first.weight' is marked as an expert's (allreduce=False, group_name='ep_size_2')"),
         ("nvme", 'zero_optimization.offload_param.device = "nvme" with experts'),
     ],
 )
