@@ -90,8 +90,10 @@ def test_the_latest_mesh_counts_until_it_is_forgotten() -> None:
     mesh = ParallelMesh.build()
     groups.set_current(mesh)
     assert groups.get_current() is mesh
+    assert groups.has_current()
     assert groups.get_data_parallel_world_size() == 32
     groups.reset()
+    assert not groups.has_current()
     with pytest.raises(UsageError):
         groups.get_current()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 
@@ -70,6 +71,12 @@ def test_in_a_world_of_one_every_axis_is_the_world(pretend: Callable[..., None],
     mesh = ParallelMesh.build()
     assert all(mesh.axis(name).group is dist.group.WORLD for name in AXES)
     assert made == []
+
+
+def test_a_copied_module_speaks_to_the_same_ranks(pretend: Callable[..., None]) -> None:
+    pretend(0, 2)
+    axis = ParallelMesh.build().data_parallel
+    assert copy.deepcopy({"axis": axis})["axis"] is axis
 
 
 def test_axes_over_the_same_ranks_share_one_group(pretend: Callable[..., None], made: list[list[int]]) -> None:
