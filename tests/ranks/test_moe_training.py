@@ -53,6 +53,14 @@ class Case:
             self.precision
         ]
 
+    @property
+    def compared_steps(self) -> int:
+        """Steps whose loss and norm are compared. In bf16 the first: later, near a tie, a token may go elsewhere.
+
+        One of ROWS tokens that does moves a rank's loss by a part that no rounding bounds, and weights by a step of it.
+        """
+        return 1 if self.precision == "bf16" else STEPS
+
     def model(self, ep_size: int | None = None) -> MoeNet:
         dtype = torch.float32 if self.precision == "bf16" else self.dtype
         return moe_net(self.experts, self.ep_size if ep_size is None else ep_size, dtype, k=self.k)
@@ -136,9 +144,10 @@ def test_experts_over_ranks_train_as_in_one_process(world_size: int) -> None:
     for case in cases:
         outcomes = [each.outcomes[case] for each in ranks]
         wanted, bound = references[case], case.tolerance
+        norms = list(zip(outcomes[0].norms, wanted.norms, strict=True))[: case.compared_steps]
         off = {
             "masters": relative_difference(_joined([each.weights for each in outcomes]), wanted.weights),
-            "norms": max(abs(g - w) / abs(w) for g, w in zip(outcomes[0].norms, wanted.norms, strict=True)) / 10,
+            "norms": max(abs(got - want) / abs(want) for got, want in norms) / 10,
             "losses": _losses_off([each.losses for each in outcomes], case, wanted) / 10,
         }
         faults += [f"{case}: {name} off by {far:.2g}, may be {bound:.2g}" for name, far in off.items() if not far <= bound]
@@ -151,4 +160,5 @@ def test_experts_over_ranks_train_as_in_one_process(world_size: int) -> None:
 
 def _losses_off(of_ranks: list[list[float]], case: Case, wanted: Reference) -> float:
     losses = torch.tensor(of_ranks, dtype=torch.float64).mean(0).view(STEPS, case.accumulation).mean(1).tolist()
-    return max(abs(got - want) / abs(want) for got, want in zip(losses, wanted.losses, strict=True))
+    pairs = list(zip(losses, wanted.losses, strict=True))[: case.compared_steps]
+    return max(abs(got - want) / abs(want) for got, want in pairs)
