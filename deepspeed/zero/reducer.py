@@ -310,6 +310,7 @@ class GradientReducer:
         self._require_members()
         if not (self.is_reduced if not self.reduces_every_backward else self._has_reduced):
             self.reduce()
+            self._refuse_unused()
             return
         self._refuse_unused()
         for bucket in self._buckets:
@@ -322,8 +323,6 @@ class GradientReducer:
     def reduce(self) -> None:
         """Bring every bucket to the mean over ranks. Collective over `axis`."""
         self._require_members()
-        if not self.reduces_every_backward or (self.sync_enabled and self._is_boundary()):
-            self._refuse_unused()
         for bucket in self._buckets[self._next :]:
             self._launch(bucket)
         if self._arrivals is not None:
@@ -333,6 +332,9 @@ class GradientReducer:
         self._has_reduced = True
         self.is_reduced = self.axis.size > 1  # alone there is nothing to redo, and `collect` must still see late edits
         self._end()
+        # Last: a rank without unused parameters has launched all buckets by now, and would wait for those of another.
+        if not self.reduces_every_backward or (self.sync_enabled and self._is_boundary()):
+            self._refuse_unused()
 
     def _learn(self) -> None:
         """[Note: arrivals are learned]: all ranks agree, once any has seen gradients, in which buckets some arrive twice."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.checkpoint import read_optimizer_state
@@ -133,6 +133,29 @@ def _unused(rank: int, world_size: int, stage: int) -> str:
 @pytest.mark.parametrize("stage", [1, 2])
 def test_ignore_unused_parameters_false_makes_them_an_error_on_every_rank(stage: int) -> None:
     assert len(run_ranks(_unused, 2, stage)) == 2
+
+
+def _unused_once(rank: int, world_size: int, stage: int) -> str:
+    class Skipping(Mlp):
+        def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+            return super().forward(inputs, targets) if self.training else self.first(inputs).sum()
+
+    model = build(Skipping)
+    batches = make_batches(model, 2, 1, world_size)
+    keys = {"ignore_unused_parameters": False, "reduce_bucket_size": 20}
+    engine = make_engine(model, config(**zero(stage, **keys)), optimizer=_sgd(model))
+    _step(engine, batches[0], rank)  # from now on buckets leave while backward runs
+    model.train(rank == 0)
+    with pytest.raises(UsageError, match="ignore_unused_parameters is false") as raised:
+        _step(engine, batches[1], rank)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_parameters_that_one_rank_alone_does_not_use_are_an_error_on_every_rank(stage: int) -> None:
+    other, text = run_ranks(_unused_once, 2, stage)
+    assert "0 of 4 parameters" in other
+    assert "2 of 4 parameters have no gradient since the last update on this rank: 'second." in text
 
 
 def _norm(rank: int, world_size: int, stage: int) -> tuple[float | None, bool, bool]:
