@@ -12,7 +12,8 @@ does not know of the others comes to it with activations, gradients, and a few s
 [Note: failures] What a rank raises inside a batch leaves its neighbours waiting. So it is told to all ranks, which raise it
 too (`comm.watch`, told failures), and the engine is of no more use: messages of that batch are still on their way. Ranks
 hear of it where they wait, so every batch ends in a collective of all ranks: that of its loss, or one for nothing else. A
-rank that is alone drops what the batch has left, and goes on.
+rank that is alone drops what the batch has left, and goes on. An interrupt (Ctrl-C) leaves a batch in the same state, but is
+not told: all ranks get it, or learn that this one has ended.
 
 Does not live here: building (`engine.build`), doors for other names (`engine.pipeline_members`).
 """
@@ -317,11 +318,18 @@ class PipelineEngine(PipelineMembers, DeepSpeedEngine):
                 f"stage {self.stage_id} (rank {self.global_rank}) failed in the {run.doing}: {type(error).__name__}: {error}"
             )
             told = WATCH.tell_failure(text)
-            if self.world_size > 1:
-                self._failure = told
-            else:
-                self._forget_batch()
+            self._leave_batch(told)
             raise PipelineError(told) from error
+        except BaseException as error:  # an interrupt, an exit: whoever catches it may go on
+            self._leave_batch(f"stage {self.stage_id} (rank {self.global_rank}), {run.doing}: {type(error).__name__}.")
+            raise
+
+    def _leave_batch(self, why: str) -> None:
+        """This rank is out of the batch, and says so where that ends the engine."""
+        if self.world_size > 1:
+            self._failure = why
+        else:
+            self._forget_batch()
 
     def _stopped(self, heard: PeerFailedError) -> PipelineError:
         """What to raise after another rank's failure; the engine is of no more use."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import signal
@@ -179,30 +180,53 @@ def test_a_killed_rank_ends_the_others_within_seconds() -> None:
     assert kinds[1].kind == "died"
 
 
-def _failed_alone(rank: int, _world_size: int, schedule: str) -> None:
+def _interrupted(rank: int, _world_size: int) -> None:
+    def loss_fn(outputs: Tensor, labels: Tensor) -> Tensor:
+        raise KeyboardInterrupt
+
+    engine = make_pipeline(layers(2), 2, config(2, 2), optimizer=SGD, loss_fn=loss_fn)
+    with contextlib.suppress(KeyboardInterrupt):
+        engine.train_batch(iter(_micro_batches(2)))
+    engine.train_batch(iter(_micro_batches(2)))
+
+
+def test_an_interrupted_batch_is_the_last_of_its_engine_and_the_others_learn_that_its_rank_has_ended() -> None:
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(_interrupted, 2, env=ENV)
+    of_rank = {failure.rank: failure for failure in caught.value.failures}
+    assert of_rank[0].kind == of_rank[1].kind == "raised"
+    why = "PipelineError: this engine stopped in an earlier batch: stage 1 (rank 1), forward of micro-batch 0: Keyboard"
+    assert why in of_rank[1].text
+    assert "PipelineError: stage 0 (rank 0) failed in the backward of micro-batch 0" in of_rank[0].text
+
+
+def _failed_alone(rank: int, _world_size: int, schedule: str, kind: type[BaseException]) -> None:
     calls = 0
 
     def loss_fn(outputs: Tensor, labels: Tensor) -> Tensor:
         nonlocal calls
         calls += 1
         if calls == 3:
-            raise ValueError("once")
+            raise kind("once")
         return token_loss(outputs, labels)
 
     described = layers(2)
     settings = config(3, 2, wall_clock_breakdown=True, pipeline={"schedule": schedule})
     engine = make_pipeline(described, 1, settings, optimizer=SGD, loss_fn=loss_fn)
     batches = token_batches(3, 3, 1)
-    with pytest.raises(PipelineError, match="failed in the forward of micro-batch 2: ValueError: once"):
+    is_told = issubclass(kind, Exception)
+    text = "failed in the forward of micro-batch 2: ValueError: once" if is_told else "once"
+    with pytest.raises(PipelineError if is_told else kind, match=text):
         train_pipeline(engine, batches[:1])
     reference = train_reference(Whole(described), SGD, batches[1:])
     assert train_pipeline(engine, batches[1:]) == pytest.approx(reference.losses, abs=FP64_ROUNDING)
     assert relative_difference(masters(engine), reference.weights) <= FP64_ROUNDING
 
 
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])
-def test_a_failed_batch_of_one_rank_leaves_nothing_to_the_next(schedule: str) -> None:
-    run_ranks(_failed_alone, 1, schedule)
+def test_a_failed_batch_of_one_rank_leaves_nothing_to_the_next(schedule: str, kind: type[BaseException]) -> None:
+    run_ranks(_failed_alone, 1, schedule, kind)
 
 
 def _no_graph(rank: int, _world_size: int) -> str:
