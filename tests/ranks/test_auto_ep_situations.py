@@ -21,6 +21,7 @@ from tests.support.ranks import run_ranks
 from tests.support.reference import FP64_ROUNDING, relative_difference, train_reference
 
 KIND, STEPS, ROWS, CLIP = "mixtral", 3, 2, 0.05
+TORCH_STEPS = {"zero_force_ds_cpu_optimizer": False}
 
 
 def _optimizer(params: Any) -> torch.optim.Optimizer:
@@ -66,6 +67,10 @@ def _trained(rank: int, world_size: int, situation: str) -> tuple[list[float], d
         model.train()
     elif situation == "data first":
         blocks["use_data_before_expert_parallelism"] = True
+    elif situation == "optimizer in host memory":
+        blocks = zero(2, offload_optimizer={"device": "cpu"}) | TORCH_STEPS
+    elif situation == "leaf experts, parameters in host memory":
+        blocks = zero(3, offload_param={"device": "cpu"}, offload_optimizer={"device": "cpu"}) | TORCH_STEPS
     elif situation == "copied":
         engine = _engine(model, 2, 1)
         model = copy.deepcopy(engine.module)
@@ -83,6 +88,8 @@ def _trained(rank: int, world_size: int, situation: str) -> tuple[list[float], d
         ("leaf experts by name", 2, range(2)),
         ("recomputed", 2, range(2)),
         ("copied", 2, range(2)),
+        ("optimizer in host memory", 2, range(2)),
+        ("leaf experts, parameters in host memory", 2, range(2)),
         ("data first", 4, range(0, 4, 2)),
     ],
 )
