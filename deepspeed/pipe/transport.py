@@ -314,7 +314,7 @@ class Transport:
 
 
 def _sent(carrier: Carrier, tensor: Tensor) -> tuple[Pending, Tensor]:
-    whole = tensor.detach().contiguous()
+    whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return carrier.send(_bytes_of(whole)), whole  # kept: its memory is being read
 
 

@@ -168,6 +168,27 @@ def test_layers_may_change_the_container_that_they_get(interval: int) -> None:
     run_ranks(_changed_in_place, 2, interval)
 
 
+def _conjugated(x: Tensor) -> Tensor:
+    return torch.complex(x, 2 * x).conj()
+
+
+def _both_parts(z: Tensor) -> Tensor:
+    z = z.conj() * (1 + 3j)  # its gradient is conjugated, too
+    return z.real + z.imag
+
+
+def _complex(rank: int, _world_size: int) -> None:
+    described = layers(2, tied=False)
+    described[3:3] = [_conjugated, _both_parts]
+    engine = make_pipeline(described, 2, config(2, 2), optimizer=SGD, partition_method="uniform")
+    assert engine.module.parts == [0, 4, 7]
+    _same_as_one_process(engine, described, token_batches(2, 2, 1))
+
+
+def test_conjugates_travel_with_their_values() -> None:
+    run_ranks(_complex, 2)
+
+
 class Picked(nn.Module):
     """As many rows as the values say."""
 
