@@ -74,7 +74,6 @@ class PipelineEngine(PipelineMembers, DeepSpeedEngine):
         self._transport = Transport(carriers, parts.device, is_dynamic=module.dynamic_shape)
         self._source = BatchSource(mesh, parts.device)
         self._tied_buffers = TiedBuffers.of(module.tie_groups, dict(module.tied_modules.items()))
-        self._compute = _Compute(self)
         self._orders: dict[tuple[str, int], list[tuple[Work, ...]]] = {}
         self._iterator: Iterator[Any] | None = None
         self._forgets = False
@@ -273,7 +272,8 @@ class PipelineEngine(PipelineMembers, DeepSpeedEngine):
 
     def _batch_run(self, batch: Announced, numbers: Sequence[int], **options: Any) -> BatchRun:
         micro_batches, signatures, _ = batch
-        return BatchRun(self._place, self._compute, self._transport, micro_batches, signatures, numbers, **options)
+        compute = _Compute(self)  # of one batch: an engine that is dropped is freed at once
+        return BatchRun(self._place, compute, self._transport, micro_batches, signatures, numbers, **options)
 
     def _places(self, count: int) -> list[int]:
         """Of each of this rank's micro-batches in a batch: how many of all ranks come before."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import csv
 import functools
+import gc
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -515,3 +517,17 @@ def _one_way(rank: int, world_size: int) -> None:
 
 def test_losses_are_reduced_in_one_way_and_outputs_stay_those_of_the_rank() -> None:
     run_ranks(_one_way, 4)
+
+
+def _dropped(rank: int, _world_size: int) -> bool:
+    engine = make_pipeline(layers(2), 1, config(2, 2), optimizer=SGD)
+    train_pipeline(engine, token_batches(1, 2, 1))
+    is_there = weakref.ref(engine)
+    gc.collect()
+    gc.disable()  # only its references may free it
+    del engine
+    return is_there() is None
+
+
+def test_an_engine_that_is_dropped_is_freed_at_once() -> None:
+    assert run_ranks(_dropped, 1) == [True]
