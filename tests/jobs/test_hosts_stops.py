@@ -70,10 +70,24 @@ def _rank_on(cluster: Hosts, number: int, script: str) -> psutil.Process:
 
 def _assert_gone(cluster: Hosts, job: Job, since: float, seconds: float = 5.0) -> None:
     def is_gone() -> bool:
-        return not [p for p in job.processes() if p.status() != psutil.STATUS_ZOMBIE]
+        left = [*job.processes(), *(each for host in cluster for each in host.jobs() if _name(each) != "sshd")]
+        return not [process for process in left if _status(process) != psutil.STATUS_ZOMBIE]
 
     wait_until(is_gone, "nothing of the job is left", max(0.1, since + seconds - time.monotonic()))
-    assert not [process for host in cluster for process in host.jobs() if process.name() != "sshd"]
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:
+        return ""
+
+
+def _status(process: psutil.Process) -> str:
+    try:
+        return process.status()
+    except psutil.NoSuchProcess:
+        return psutil.STATUS_ZOMBIE
 
 
 def test_a_rank_that_is_stopped_alone_on_its_host_is_settled_and_goes_on(cluster: Hosts, tmp_path: Path) -> None:

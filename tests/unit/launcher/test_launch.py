@@ -1,16 +1,18 @@
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from deepspeed.launcher import launch, numa, ranks
+from deepspeed.launcher import numa, ranks
 from deepspeed.launcher.arguments import parse_launch_args
 from deepspeed.launcher.hostfile import ResourceError, encode_world_info
 from deepspeed.launcher.launch import rank_commands
-from deepspeed.launcher.link.cause import Alone
 from deepspeed.launcher.numa import CoreListError
+from tests.support.launching import ROOT
 
 INFO = encode_world_info({"a": [0, 2], "b": [1, 3]})
 CPU = {"DS_ACCELERATOR": "cpu"}
@@ -115,23 +117,31 @@ def test_devices_that_slurm_handed_out_stay_as_they_are() -> None:
     assert (command.environment["CUDA_VISIBLE_DEVICES"], command.environment["LOCAL_RANK"]) == ("4,6", "1")
 
 
-class _SettledLink(Alone):
-    """As that of several launchers at the end of a job, of which the front end has heard."""
-
-    is_settled = True
+# A launcher in a process of its own, for it ends all its children. A settled link is as that of several launchers at the
+# end of a job, of which the front end has heard.
+LAUNCH = """
+import sys
+from deepspeed.launcher import launch
+from deepspeed.launcher.link.cause import Alone
+Alone.is_settled = sys.argv[1] == "settled"
+launch._open_link = lambda args, seat, loop: Alone()
+sys.exit(launch.run(launch.parse_launch_args(sys.argv[2:])))
+"""
 
 
 @pytest.mark.parametrize(
-    ("scheduler", "link", "status"),
-    [("openmpi", _SettledLink, 0), ("openmpi", Alone, 7), ("pmi", _SettledLink, 7)],
+    ("scheduler", "link", "status"), [("openmpi", "settled", 0), ("openmpi", "alone", 7), ("pmi", "settled", 7)]
 )
 def test_under_open_mpi_the_status_of_a_rank_is_left_to_a_front_end_that_knows_it(
-    scheduler: str, link: type[Alone], status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scheduler: str, link: str, status: int, tmp_path: Path
 ) -> None:
     (tmp_path / "fails.py").write_text("raise SystemExit(7)")
-    for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK"):
-        monkeypatch.setenv(name, "0")
-        monkeypatch.setenv(name.replace("RANK", "SIZE"), "1")
-    monkeypatch.setattr(launch, "_open_link", lambda args, seat, loop: link())
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for name in ("OMPI_COMM_WORLD", "PMI"):
+        environ |= {f"{name}_RANK": "0", f"{name}_SIZE": "1"}
     info = f"--world_info={encode_world_info({'a': [0]})}"
-    assert launch.run(parse_launch_args([info, f"--from_scheduler={scheduler}", str(tmp_path / "fails.py")])) == status
+    words = [link, info, f"--from_scheduler={scheduler}", str(tmp_path / "fails.py")]
+    done = subprocess.run(
+        [sys.executable, "-c", LAUNCH, *words], env=environ, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == status, done.stderr
