@@ -3,7 +3,7 @@
 Under such hooks autograd does not look whether a saved tensor was changed in place, so whoever keeps the tensor itself looks
 (`unchanged`). And hooks replace those that were in force before, so what one does not want it hands on (`outer_hooks`).
 
-Called by `zero.saved` and `activations.keeping`.
+Called by `zero.saved`, `activations.keeping` and `ops.host_products`.
 """
 
 from __future__ import annotations

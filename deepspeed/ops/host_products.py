@@ -8,6 +8,12 @@ torch multiplies fp32 matrices on a CPU by MKL, which uses AVX-512 on processors
 ships too, uses it wherever it is. On such a processor the products take half the time (`benchmarks/moe_layer.py`). Both
 round to fp32 and add in their own order. Where MKL is fast, or oneDNN missing or switched off, nothing is replaced.
 
+[Note: hooks that begin inside] A recomputation that begins inside the block (`torch.utils.checkpoint` around a part of an
+expert) runs again in backward, outside of it, and puts what autograd saves then in the places of what it saved before, one
+by one. `addmm` saves the transposed weight, the replacement does not, so both runs must take the same one: where other hooks
+on saved tensors are in force than at the beginning of the block, nothing is replaced. A recomputation around the block does
+all of it again.
+
 Lives here: the replacement and the question whether it pays. Called by `moe.experts` and `moe.stacked`.
 """
 
@@ -22,14 +28,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
+
+from deepspeed.common.saved_tensors import outer_hooks
 
 __all__ = ["fast_products", "is_mkl_slow"]
 
 _LEAST_PRODUCTS = 1 << 22
 """Multiply-adds below which the call costs more than it saves."""
+
+_PLAIN = (Tensor, nn.Parameter)  # other classes have a `F.linear` of their own
 
 
 @functools.cache
@@ -51,12 +61,16 @@ def _maker(info: Path = Path("/proc/cpuinfo")) -> str | None:
 
 def fast_products(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """While in force, `F.linear` of large fp32 matrices runs on oneDNN if that pays here; backward later does likewise."""
-    if device.type != "cpu" or not is_mkl_slow() or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or device.type != "cpu" or not is_mkl_slow():
         return contextlib.nullcontext()
     return _ByOneDnn()
 
 
 class _ByOneDnn(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self._hooks = outer_hooks()
+
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -64,21 +78,36 @@ class _ByOneDnn(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is F.linear and not kwargs and _is_suited(*args[:2]):
+        # The last: [Note: hooks that begin inside].
+        if func is F.linear and not kwargs and _may_replace() and _is_suited(*args) and outer_hooks() == self._hooks:
             return _Linear.apply(args[0], args[1], args[2] if len(args) > 2 else None)  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _is_suited(x: Tensor, weight: Tensor) -> bool:
+def _may_replace() -> bool:
+    """Whether nothing is in force that asks for torch's own product."""
     return (
-        x.dtype == weight.dtype == torch.float32
-        and x.device.type == weight.device.type == "cpu"
-        and x.dim() > 1
-        and weight.dim() == 2
-        and x.numel() * weight.shape[0] >= _LEAST_PRODUCTS
+        not torch.compiler.is_compiling()
         and bool(torch.backends.mkldnn.enabled)
         and not torch.is_autocast_enabled("cpu")
+        and not torch._C._are_functorch_transforms_active()
     )
+
+
+def _is_suited(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    return (
+        all(_is_plain(tensor) for tensor in (x, weight, bias) if tensor is not None)
+        and x.dim() > 1
+        and weight.dim() == 2
+        and x.shape[-1] == weight.shape[1]
+        and (bias is None or bias.shape == weight.shape[:1])
+        and x.numel() * weight.shape[0] >= _LEAST_PRODUCTS
+    )
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    is_dense = type(tensor) in _PLAIN and tensor.layout == torch.strided
+    return is_dense and tensor.dtype == torch.float32 and tensor.device.type == "cpu"
 
 
 class _Linear(torch.autograd.Function):
@@ -86,7 +115,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
         return _product(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
@@ -94,9 +123,10 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         gradient_RN = gradient.reshape(-1, gradient.shape[-1]).contiguous()
-        of_x = _product(gradient_RN, weight.t(), None).view_as(x) if ctx.needs_input_grad[0] else None
-        of_weight = None
-        if ctx.needs_input_grad[1]:
+        of_x = of_weight = None
+        if weight is not None:
+            of_x = _product(gradient_RN, weight.t(), None).view(*gradient.shape[:-1], weight.shape[1])
+        if x is not None:
             of_weight = _product(gradient_RN.t(), x.reshape(-1, x.shape[-1]).t(), None)
         of_bias = gradient_RN.sum(dim=0) if ctx.needs_input_grad[2] else None
         return of_x, of_weight, of_bias

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from deepspeed.ops import host_products
 from deepspeed.ops.host_products import fast_products, is_mkl_slow
@@ -77,8 +78,9 @@ def test_only_what_needs_a_gradient_is_multiplied(monkeypatch: pytest.MonkeyPatc
         (torch.ones(0, 256), torch.ones(512, 256)),
         (torch.ones(64, 256).double(), torch.ones(512, 256).double()),
         (torch.ones(64, 256).bfloat16(), torch.ones(512, 256).bfloat16()),
+        (torch.ones(64, 256), torch.ones(512, 256).to_sparse()),
     ],
-    ids=["small", "no rows", "float64", "bf16"],
+    ids=["small", "no rows", "float64", "bf16", "sparse"],
 )
 def test_other_products_stay_as_they_are(monkeypatch: pytest.MonkeyPatch, arguments: tuple[Tensor, Tensor]) -> None:
     seen = _calls(monkeypatch)
@@ -99,6 +101,88 @@ def test_outside_under_autocast_and_with_onednn_off_nothing_changes(monkeypatch:
     with fast_products(torch.device("meta")):
         F.linear(x, weight)
     assert seen == []
+
+
+@pytest.mark.usefixtures("_paying")
+@pytest.mark.parametrize("shape", [(), (1,), (1, 512)], ids=str)
+def test_a_bias_that_stands_for_several_is_added_to_each(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]) -> None:
+    seen = _calls(monkeypatch)
+    x, weight, bias = torch.randn(64, 256), torch.randn(512, 256), torch.randn(shape, requires_grad=True)
+    with fast_products(CPU):
+        output = F.linear(x, weight, bias)
+    assert torch.equal(output, F.linear(x, weight, bias))
+    output.sum().backward()
+    assert bias.grad is not None
+    assert bias.grad.shape == shape
+    assert seen == []
+
+
+class Own(Tensor):
+    """A tensor with a linear layer of its own."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return "its own" if func is F.linear else super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.usefixtures("_paying")
+def test_classes_and_transforms_that_see_to_products_themselves_do_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = _calls(monkeypatch)
+    x, weight = torch.randn(64, 256), torch.randn(512, 256)
+    with fast_products(CPU):
+        assert F.linear(x, weight.as_subclass(Own)) == "its own"
+        gradient = torch.func.grad(lambda each: F.linear(each, weight).sum())(x)
+    torch.testing.assert_close(gradient, weight.sum(0).expand(64, 256), rtol=1e-5, atol=1e-4)  # sums of 512
+    assert seen == []
+
+
+@pytest.mark.usefixtures("_paying")
+def test_wrong_shapes_have_the_error_of_linear() -> None:
+    with fast_products(CPU), pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        F.linear(torch.randn(64, 255), torch.randn(512, 256))
+
+
+@pytest.mark.usefixtures("_paying")
+@pytest.mark.parametrize("surrounds", [False, True])
+def test_a_recomputation_takes_the_product_that_forward_took(monkeypatch: pytest.MonkeyPatch, surrounds: bool) -> None:
+    """A square weight has the shape of its transpose: one in place of the other would be no error, but wrong gradients."""
+    seen = _calls(monkeypatch)
+    layer, x = nn.Linear(256, 256), torch.randn(64, 256, requires_grad=True)
+
+    def run(rows: Tensor) -> Tensor:
+        with fast_products(CPU):
+            output: Tensor = layer(rows)
+        return output
+
+    if surrounds:
+        output = checkpoint(run, x, use_reentrant=False)
+    else:
+        with fast_products(CPU):
+            output = checkpoint(layer, x, use_reentrant=False)
+    given, gradient = [x, *layer.parameters()], torch.randn(64, 256)
+    got, wanted = (torch.autograd.grad(each, given, gradient) for each in (output, layer(x)))
+    for one, two in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-4)  # sums of up to 256 products of size 1
+    assert bool(seen) is surrounds
+
+
+@pytest.mark.usefixtures("_paying")
+@pytest.mark.parametrize("trained", ["x", "weight"])
+def test_what_no_gradient_needs_is_not_kept(trained: str) -> None:
+    x, weight = torch.randn(64, 256), torch.randn(512, 256)
+    {"x": x, "weight": weight}[trained].requires_grad_()
+    kept: list[tuple[int, ...]] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), fast_products(CPU):
+        output = F.linear(x, weight)
+    output.sum().backward()
+    assert kept == [(512, 256) if trained == "x" else (64, 256)]
 
 
 @pytest.mark.parametrize(("vendor", "slow"), [("AuthenticAMD", True), ("GenuineIntel", False), (None, False)])
