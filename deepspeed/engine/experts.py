@@ -47,7 +47,7 @@ _NO_SIZE = 1 << 30
 
 def moe_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """The layers of experts in `module`, by name."""
-    yield from ((name, each) for name, each in module.named_modules() if getattr(each, "is_moe_layer", False))
+    yield from ((name, each) for name, each in module.named_modules() if getattr(each, "is_deepspeed_moe_layer", False))
 
 
 def place_experts(module: nn.Module, mesh: ParallelMesh, *, data_first: bool = False) -> ParallelMesh:

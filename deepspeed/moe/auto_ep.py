@@ -74,8 +74,8 @@ class SpreadExperts(nn.Module):
         num_local_experts: experts of this rank, once `set_deepspeed_parallelism` was called.
     """
 
-    is_moe_layer = True
-    """What `has_moe_layers` and the engine ask."""
+    is_deepspeed_moe_layer = True
+    """What `has_moe_layers` and the engine ask; other libraries' modules have an `is_moe_layer` of another meaning."""
 
     num_experts: int
     ep_size: int

@@ -156,8 +156,8 @@ class MoE(nn.Module):
             unknown.
     """
 
-    is_moe_layer = True
-    """What `has_moe_layers` and the engine ask."""
+    is_deepspeed_moe_layer = True
+    """What `has_moe_layers` and the engine ask; other libraries' modules have an `is_moe_layer` of another meaning."""
 
     def __init__(
         self,

@@ -40,7 +40,8 @@ def is_moe_param(param: Tensor) -> bool:
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
     """Whether a model has layers of experts, and the number of experts of the last of them (0 without)."""
-    counts: list[int] = [vars(module)["num_experts"] for module in m.modules() if getattr(module, "is_moe_layer", False)]
+    layers = (module for module in m.modules() if getattr(module, "is_deepspeed_moe_layer", False))
+    counts: list[int] = [vars(layer)["num_experts"] for layer in layers]
     return bool(counts), counts[-1] if counts else 0
 
 

@@ -22,7 +22,7 @@ from deepspeed.zero.leaf import get_z3_leaf_modules
 
 
 class Layer(nn.Module):
-    is_moe_layer = True
+    is_deepspeed_moe_layer = True
 
     def __init__(self, ep_size: int, place: int = 0) -> None:
         super().__init__()
@@ -52,6 +52,7 @@ def test_names_by_place_are_alike_on_all_ranks() -> None:
 
 def test_layers_are_found_by_name_and_experts_gathered_as_units() -> None:
     model = nn.Sequential(nn.Linear(2, 2), Layer(1))
+    model[0].is_moe_layer = True  # as decoder layers of Llama 4 are marked
     assert [name for name, _ in moe_layers(model)] == ["1"]
     gather_experts_together(model)
     assert get_z3_leaf_modules(model) == [model[1].experts]

@@ -13,6 +13,7 @@ from deepspeed.errors import ArgumentError
 from deepspeed.moe.experts import Experts
 from deepspeed.moe.utils import (
     configure_moe_param_groups,
+    has_moe_layers,
     is_moe_param,
     is_moe_param_group,
     split_params_grads_into_shared_and_expert_params,
@@ -27,6 +28,12 @@ def _model() -> nn.Module:
 
 def _count(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**group, "params": len(group["params"])} for group in groups]
+
+
+def test_layers_of_other_libraries_are_not_taken_for_ours() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].is_moe_layer = True  # as decoder layers of Llama 4 are marked
+    assert has_moe_layers(model) == (False, 0)
 
 
 def test_only_experts_are_experts() -> None:
