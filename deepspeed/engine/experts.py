@@ -141,7 +141,8 @@ def refuse_for_experts(config: DeepSpeedConfig, optimizer: Optimizer | None) -> 
 
 
 def _spread(module: nn.Module) -> Iterator[tuple[str, Experts | SpreadExperts]]:
-    for name, each in module.named_modules():
+    """Those spread over ranks, by every name: a layer that a model uses in two places has two."""
+    for name, each in module.named_modules(remove_duplicate=False):
         if isinstance(each, Experts | SpreadExperts) and each.is_spread:
             yield name, each
 

@@ -177,6 +177,35 @@ def test_frozen_experts_are_in_a_checkpoint_and_its_exports(tmp_path: Path, stag
         assert relative_difference({name: found[name].double() for name in want}, want) <= 1e-7
 
 
+def _shared_layer_net(ep_size: int) -> MoeNet:
+    model = moe_net(EXPERTS[:1] * 2, ep_size, k=2)
+    model.layers[1] = model.layers[0]
+    return model
+
+
+def _shared_layer(rank: int, world_size: int, folder: str, stage: int) -> Any:
+    model = _shared_layer_net(2)
+    settings = config(1, ROWS // world_size, **zero(stage, **KEYS))
+    engine = make_engine(model, settings, optimizer=torch.optim.AdamW(model.parameters(), lr=0.01))
+    train(engine, _batches(engine.module, world_size)[:BEFORE], rank)
+    engine.save_checkpoint(folder)
+    engine.save_16bit_model(folder, "weights.bin")
+    return masters(engine), engine._consolidated_16bit_state_dict()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_layer_of_experts_in_two_places_is_saved_under_both_names(tmp_path: Path, stage: int) -> None:
+    weights, consolidated = zip(*run_ranks(_shared_layer, 2, str(tmp_path), stage), strict=True)
+    want = _joined(list(weights))
+    names = _shared_layer_net(1).state_dict().keys()
+    exported = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
+    written = torch.load(tmp_path / "weights.bin", weights_only=True)
+    for found in (exported, written, consolidated[0]):
+        assert found.keys() == names
+        both = {name.replace("layers.0", "layers.1"): value for name, value in want.items()} | want
+        assert relative_difference({name: found[name].double() for name in both}, both) <= 1e-7  # fp32 in one of them
+
+
 def _in_other_ways(rank: int, world_size: int, folder: str, block: dict[str, Any]) -> tuple[bool, bool]:
     engine = _engine(2, 1, world_size, checkpoint=block)
     train(engine, _batches(engine.module, world_size)[:BEFORE], rank)

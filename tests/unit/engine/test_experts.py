@@ -43,6 +43,14 @@ def test_parameters_and_buffers_of_spread_experts_are_told_from_all_others() -> 
     }
 
 
+def test_a_layer_that_is_used_in_two_places_has_both_names() -> None:
+    layer = Layer(2, place=1)
+    is_theirs = is_name_of_experts(nn.Sequential(layer, nn.Linear(2, 2), layer))
+    assert is_theirs("0.experts.deepspeed_experts.2.weight")
+    assert is_theirs("2.experts.deepspeed_experts.2.weight")
+    assert not is_theirs("2.gate.weight")
+
+
 def test_names_by_place_are_alike_on_all_ranks() -> None:
     ranks = [nn.Sequential(Layer(2, place=place)) for place in range(2)]
     shown = [[name_on_rank(model)(name) for name, _ in model.named_parameters()] for model in ranks]
