@@ -129,6 +129,8 @@ class SpreadExperts(nn.Module):
         self.num_local_experts = self.num_experts // self.ep_size
         first = self.first_expert
         for param in self.parameters():
+            if param.shape[0] != self.num_experts:  # another layer has the same tensor, and has cut it
+                continue
             param.data = param.detach()[first : first + self.num_local_experts].clone()
 
     @property

@@ -182,17 +182,32 @@ def test_a_size_that_does_not_divide_is_refused_before_anything_is_changed() -> 
     assert type(model["first"].experts) is Stack
 
 
-def test_each_rank_keeps_its_share_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def use(rank: int, size: int) -> None:
-        mesh = SimpleNamespace(axis=lambda name: AxisGroup(range(size), rank))
-        monkeypatch.setattr(groups, "get_current", lambda: mesh)
+def _be(monkeypatch: pytest.MonkeyPatch, rank: int, size: int) -> None:
+    mesh = SimpleNamespace(axis=lambda name: AxisGroup(range(size), rank))
+    monkeypatch.setattr(groups, "get_current", lambda: mesh)
 
+
+def test_weights_that_two_layers_share_are_cut_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = Stack(), Stack()
+    second.down_proj = first.down_proj
+    wanted = {name: value[2:].clone() for name, value in second.state_dict().items()}
+    model = nn.Sequential(Block(first), Block(second))
+    apply_auto_ep(model, enabled(autoep_size=2))
+    _be(monkeypatch, 1, 2)
+    for module in (first, second):
+        module.set_deepspeed_parallelism()  # type: ignore[operator]
+    assert second.down_proj is first.down_proj
+    for name, value in second.state_dict().items():
+        assert torch.equal(value, wanted[name])
+
+
+def test_each_rank_keeps_its_share_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Block(Stack())
     whole = {name: value.clone() for name, value in model.experts.state_dict().items()}
     apply_auto_ep(model, enabled(autoep_size=4))  # not taken further
     apply_auto_ep(model, enabled(autoep_size=2))
     experts: Any = model.experts
-    use(1, 2)
+    _be(monkeypatch, 1, 2)
     for _ in range(2):
         experts.set_deepspeed_parallelism()
         assert all(torch.equal(value, whole[name][2:]) for name, value in experts.state_dict().items())
@@ -204,7 +219,7 @@ def test_each_rank_keeps_its_share_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert torch.equal(experts.down_proj, 3 * whole["down_proj"][2:])
     with pytest.raises(ArgumentError, match="were spread over 2 ranks"):
         apply_auto_ep(model, enabled(autoep_size=1))
-    use(0, 2)
+    _be(monkeypatch, 0, 2)
     with pytest.raises(UsageError, match="number 1; now it is number 0 of 2"):
         experts.set_deepspeed_parallelism()
 
