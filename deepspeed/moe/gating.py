@@ -45,6 +45,8 @@ __all__ = [
 
 DropPolicy = Literal["probs", "position"]
 
+_ROUNDING = 1e-14  # of three products: 100 x 1.1 = 110.00000000000001 is 110 rows, not 111
+
 
 @dataclass(frozen=True)
 class RoutingFacts:
@@ -137,7 +139,8 @@ def capacity_of(logits_TE: Tensor, capacity_factor: float, min_capacity: int, k:
     Source: Switch, equation 3; GShard, section 2.2.
     """
     tokens, experts = logits_TE.shape
-    return max(int(min_capacity), math.ceil(tokens / experts * (capacity_factor * k)))
+    rows = tokens / experts * (capacity_factor * k)
+    return max(int(min_capacity), math.ceil(rows * (1 - _ROUNDING)))
 
 
 def z_loss_of(logits_TE: Tensor) -> Tensor:
@@ -262,7 +265,8 @@ def _routing(
     share_E = counts_KE[:balances].sum(dim=0).to(probabilities_TE.dtype) / max(1, tokens * balances)
     l_aux = (probabilities_TE.sum(dim=0) / max(1, tokens) * share_E).sum() * experts
     facts = RoutingFacts(probabilities_TE.detach(), routed_E, kept_E)
-    return Routing(expert_KT, weight_KT, pair_P, slot_KT, kept_E, capacity, l_aux, routed_E, facts)
+    exp_counts = routed_E.clone()  # the caller's, who may add those of other ranks to it in place
+    return Routing(expert_KT, weight_KT, pair_P, slot_KT, kept_E, capacity, l_aux, exp_counts, facts)
 
 
 def _queues(expert_KT: Tensor, routed_E: Tensor, kept_E: Tensor, priority_KT: Tensor | None) -> tuple[Tensor, Tensor]:

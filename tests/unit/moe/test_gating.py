@@ -111,7 +111,19 @@ def test_counts_capacities_and_weights_hold_their_bounds(shape: tuple[int, int],
 def test_capacity_is_the_papers_bound(shape: tuple[int, int], factor: float, least: int, k: int) -> None:
     capacity = capacity_of(torch.empty(shape), factor, least, k)
     assert capacity >= least
-    assert capacity == least or 0 <= capacity - shape[0] / shape[1] * factor * k < 1 + 1e-9
+    assert capacity == least or -1e-9 < capacity - shape[0] / shape[1] * factor * k < 1 + 1e-9
+
+
+@pytest.mark.parametrize(("tokens", "factor", "k", "wanted"), [(400, 1.1, 1, 110), (12, 1.1, 1, 4), (400, 1.1, 2, 220)])
+def test_rounding_of_the_product_gives_no_expert_a_row_more(tokens: int, factor: float, k: int, wanted: int) -> None:
+    assert capacity_of(torch.empty(tokens, 4), factor, 0, k) == wanted
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_counts_are_the_callers_to_change(k: int) -> None:
+    routing = _route(_logits(8, 4), k, None)
+    routing.exp_counts.zero_()
+    assert int(routing.kept_E.sum()) == int(routing.facts.routed_E.sum()) == 8 * k
 
 
 def test_tokens_not_in_use_go_nowhere() -> None:
