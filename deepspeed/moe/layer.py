@@ -33,6 +33,8 @@ from deepspeed.topology.mesh import AxisGroup, ParallelMesh
 
 __all__ = ["MOELayer", "MoE"]
 
+_OTHER_AXES = ("pipe", "shard", "sequence", "tensor")
+
 
 class MOELayer(nn.Module):
     """Moves tokens through a gate and experts.
@@ -214,15 +216,16 @@ class MoE(nn.Module):
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
         """Find the ranks that the experts are spread over, and name this rank's experts; every rank must call it.
 
-        They are the expert axis of the current mesh if that has `ep_size` ranks; else a mesh of all ranks with such an axis
-        is built and becomes the current one. With `ep_size=1` neither is needed, nor a process group. May be called again.
+        They are the expert axis of the current mesh if that has `ep_size` ranks; else a mesh with such an axis becomes the
+        current one: its other axes are those of the mesh that was, or all ranks see different data. With `ep_size=1` neither
+        is needed, nor a process group. May be called again.
 
         Args:
-            use_data_before_expert_parallel_: where a mesh is built, neighbours in rank hold the same experts, in place of
+            use_data_before_expert_parallel_: where a mesh is made, neighbours in rank hold the same experts, in place of
                 different ones.
 
         Raises:
-            ArgumentError: `ep_size` does not divide the number of ranks.
+            ArgumentError: `ep_size` does not divide the number of data-parallel ranks.
             CommError: there is no process group.
             UnbuiltFeatureError: tensor parallelism inside experts was asked for.
         """
@@ -240,12 +243,12 @@ class MoE(nn.Module):
 
     def _mesh(self, use_data_before_expert_parallel_: bool) -> ParallelMesh:
         current = groups.get_current() if groups.has_current() else None
-        if current is None or current.sizes["expert"] != self.ep_size:
-            data_first = use_data_before_expert_parallel_
-            size = self.ep_size
-            built = ParallelMesh.build(expert=1 if data_first else size)
-            current = built.with_experts(size, is_slowest=True) if data_first else built
-            groups.set_current(current)
+        if current is not None and current.sizes["expert"] == self.ep_size:
+            return current
+        if current is None or current.sizes["expert"] > 1:
+            current = ParallelMesh.build(**({} if current is None else {axis: current.sizes[axis] for axis in _OTHER_AXES}))
+        current = current.with_experts(self.ep_size, is_slowest=use_data_before_expert_parallel_)
+        groups.set_current(current)
         return current
 
     def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:

@@ -152,10 +152,14 @@ def _mesh(rank: int, world_size: int) -> None:
     assert first.deepspeed_moe.ep_group is second.deepspeed_moe.ep_group is mesh.axis("expert").group
     _layer(4)
     assert groups.get_current().sizes["expert"] == 4
-    with pytest.raises(ArgumentError, match="expert=3 = 3 ranks do not divide the world of 4"):
+    with pytest.raises(ArgumentError, match=r"3 ranks \(ep_size\) do not divide the 4 data-parallel"):
         _layer(3, num_experts=3)
     apart = MoE(WIDTH, _expert(0), num_experts=2, ep_size=2)
     apart.set_deepspeed_parallelism(use_data_before_expert_parallel_=True)
+    assert groups.get_current().axis("expert").ranks == (rank % 2, rank % 2 + 2)
+    groups.set_current(ParallelMesh.build(tensor=2))
+    _layer(2)
+    assert groups.get_current().axis("tensor").ranks == (rank // 2 * 2, rank // 2 * 2 + 1), "other axes stay"
     assert groups.get_current().axis("expert").ranks == (rank % 2, rank % 2 + 2)
 
 
