@@ -41,6 +41,8 @@ class LocalExperts(nn.Module):
         super().__init__()
         self._is_part = is_part
         self._is_placed = False
+        self.is_loaded = False
+        """Whether a state dict has named them, so that values and numbers belong together."""
         for place, expert in enumerate(experts):
             self.add_module(str(first + place), expert)
 
@@ -84,6 +86,7 @@ class LocalExperts(nn.Module):
                 "set_deepspeed_parallelism() of the MoE layer, before load_state_dict()."
             )
             return
+        self.is_loaded = True
         found: list[str] = []
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, found, error_msgs)
         unexpected_keys += [key for key in found if not (self._is_part and key[len(prefix) :].partition(".")[0].isdigit())]

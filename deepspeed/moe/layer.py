@@ -77,6 +77,11 @@ class MOELayer(nn.Module):
         """The ranks that the experts are spread over; None before they are known, and for one rank."""
         return self._axis.group if self._axis is not None and self.ep_size > 1 else None
 
+    @property
+    def expert_ranks(self) -> tuple[int, ...] | None:
+        """Global ranks of `ep_group`; None before they are known."""
+        return None if self._axis is None else self._axis.ranks
+
     def set_expert_axis(self, axis: AxisGroup) -> None:
         """Tell the ranks that the experts are spread over.
 
@@ -227,6 +232,7 @@ class MoE(nn.Module):
         Raises:
             ArgumentError: `ep_size` does not divide the number of data-parallel ranks.
             CommError: there is no process group.
+            UsageError: experts were loaded for an axis of other ranks.
             UnbuiltFeatureError: tensor parallelism inside experts was asked for.
         """
         if self.ep_size == 1:
@@ -237,9 +243,20 @@ class MoE(nn.Module):
                 f"enable_expert_tensor_parallelism over {mesh.sizes['tensor']} tensor-parallel ranks: experts that share "
                 "matrices are not built yet. Leave it out: each tensor-parallel rank then holds whole experts."
             )
-        axis = mesh.axis("expert")
+        axis, experts = mesh.axis("expert"), cast("Experts", self.deepspeed_moe.experts)
+        self._refuse_other_ranks(axis, experts)
         self.deepspeed_moe.set_expert_axis(axis)
-        cast("Experts", self.deepspeed_moe.experts).place(axis.rank)
+        experts.place(axis.rank)
+
+    def _refuse_other_ranks(self, axis: AxisGroup, experts: Experts) -> None:
+        """Loaded experts keep their numbers. Groups that are cut otherwise differ on every rank, so all of them raise."""
+        before = self.deepspeed_moe.expert_ranks
+        if experts.deepspeed_experts.is_loaded and before not in (None, axis.ranks):
+            raise UsageError(
+                f"experts were loaded for a layer that spreads them over ranks {before}; now these are {axis.ranks}, and "
+                "ranks would hold others under the same numbers. Load weights after deepspeed.initialize, or give "
+                "set_deepspeed_parallelism the order of the config (use_data_before_expert_parallelism)."
+            )
 
     def _mesh(self, use_data_before_expert_parallel_: bool) -> ParallelMesh:
         current = groups.get_current() if groups.has_current() else None

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from deepspeed.moe.gate import TopKGate
 from deepspeed.moe.gating import capacity_of
 from deepspeed.moe.layer import MoE, MOELayer
 from deepspeed.moe.utils import has_moe_layers
+from deepspeed.topology import groups
+from deepspeed.topology.mesh import AxisGroup
 from tests.support.plain_moe import plain_moe
 
 WIDTH, EXPERTS = 6, 4
@@ -188,6 +191,24 @@ def test_spread_experts_need_to_be_told_where() -> None:
     with pytest.raises(UsageError, match="set_deepspeed_parallelism"):
         layer(torch.ones(2, WIDTH, dtype=torch.float64))
     with pytest.raises(CommError):
+        layer.set_deepspeed_parallelism()
+
+
+def test_loaded_experts_do_not_change_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def use(*ranks: int) -> None:
+        mesh = SimpleNamespace(sizes={"expert": 2, "tensor": 1}, axis=lambda name: AxisGroup(ranks, 2))
+        monkeypatch.setattr(groups, "get_current", lambda: mesh)
+
+    whole = MoE(WIDTH, nn.Linear(WIDTH, WIDTH), num_experts=4).state_dict()
+    monkeypatch.setattr(groups, "has_current", lambda: True)
+    use(2, 3)
+    layer = MoE(WIDTH, nn.Linear(WIDTH, WIDTH), num_experts=4, ep_size=2)
+    use(0, 2)
+    layer.set_deepspeed_parallelism()  # nothing was loaded
+    layer.load_state_dict(whole)
+    layer.set_deepspeed_parallelism()
+    use(2, 3)
+    with pytest.raises(UsageError, match=r"over ranks \(0, 2\); now these are \(2, 3\).*after deepspeed\.initialize"):
         layer.set_deepspeed_parallelism()
 
 
