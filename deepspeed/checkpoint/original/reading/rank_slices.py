@@ -54,7 +54,9 @@ def _read_optimizer(rank: ModelRank, owned: Mapping[str, Tensor], members: Seque
     model = rank.models[0]
     if rank.shards:
         names = [name for shapes in model.get("param_shapes") or () for name in shapes]
-        into = read_sharded(model, rank.shards, ExpertNames.of(names))
+        config = model.get("ds_config")
+        is_data_first = isinstance(config, Mapping) and bool(config.get("use_data_before_expert_parallelism"))
+        into = read_sharded(model, rank.shards, ExpertNames.of(names, is_data_first=is_data_first))
     elif rank.is_sharded:
         raise CheckpointDamagedError(f"{rank.name} has no weights at ZeRO stage 3, and there are no *_optim_states.pt.")
     elif _lost_shards(model):
