@@ -5,6 +5,7 @@ Lives here: keys and ranges. Does not live here: splitting layers (`tensor_paral
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any, ClassVar, Literal
 
@@ -272,6 +273,14 @@ class ExpertParallelConfig(ConfigModel):
             yield Refusal("combine_impl", 'needed "auto" or "weighted_sum", the one way there is', 'Write "auto".')
         if self.row_weighting_impl == "fused":
             yield Refusal("row_weighting_impl", 'needed "auto" or "eager": "fused" is not built yet', 'Write "auto".')
+        yield from self._refused_pattern()
+
+    def _refused_pattern(self) -> Iterable[Refusal]:
+        try:
+            re.compile(self.moe_layer_pattern or "")
+        except re.error as error:
+            cure = r'Write for example "layers\\.\\d+\\.mlp$".'
+            yield Refusal("moe_layer_pattern", f"needed a regular expression ({error})", cure)
 
     def _is_changed(self, key: str) -> bool:
         return bool(getattr(self, key) != type(self).model_fields[key].default)

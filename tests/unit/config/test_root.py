@@ -312,9 +312,10 @@ def test_what_asks_for_nothing_is_accepted(given: dict[str, Any]) -> None:
         ("validate_folding_routing", True, "not built yet"),
         ("combine_impl", "legacy_bmm", "the one way there is"),
         ("row_weighting_impl", "fused", "not built yet"),
+        ("moe_layer_pattern", "*.mlp", "needed a regular expression (nothing to repeat"),
     ],
 )
-def test_what_auto_ep_leaves_to_the_model_is_refused_once_it_is_on(key: str, value: Any, because: str) -> None:
+def test_what_auto_ep_cannot_use_is_refused_once_it_is_on(key: str, value: Any, because: str) -> None:
     text = refusal(expert_parallel={"enabled": True, key: value})
     assert f"expert_parallel.{key}" in text
     assert because in text
