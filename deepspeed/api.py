@@ -30,6 +30,7 @@ from deepspeed.config.arguments import config_from_args
 from deepspeed.config.load import load_config
 from deepspeed.elasticity.elasticity import ensure_immutable_elastic_config
 from deepspeed.engine.build import build_engine
+from deepspeed.engine.degrees import Degrees, without_tensor_ranks
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.experts import place_experts
 from deepspeed.engine.recording import StepRecorder
@@ -100,8 +101,8 @@ def initialize(
     if verification is not None:
         source = verification.config(load_config(source))
     _join(distributed_port, dist_init_required)
-    mesh = _mesh_of(model, mpu)
-    parsed = _checked_config(source, mpu, mesh, mesh_param)
+    mesh = _mesh_of(model, mpu, Degrees.of(load_config(source), mesh_param), mesh_param)
+    parsed = _checked_config(source, mpu, mesh)
     _spread_experts(model, parsed)
     mesh = place_experts(model, mesh, data_first=parsed.use_data_before_expert_parallelism)
     _apply_to_process(parsed)
@@ -133,12 +134,10 @@ def _join(port: int | str, is_required: bool | None) -> None:
     )
 
 
-def _checked_config(source: Any, mpu: Any, mesh: ParallelMesh, mesh_param: tuple[int, ...] | None) -> DeepSpeedConfig:
-    parsed = DeepSpeedConfig(source, mpu=mpu, dp_world_size=mesh.data_parallel.size)
+def _checked_config(source: Any, mpu: Any, mesh: ParallelMesh) -> DeepSpeedConfig:
+    parsed = DeepSpeedConfig(without_tensor_ranks(source, mesh), mpu=mpu, dp_world_size=mesh.data_parallel.size)
     if parsed.elasticity.enabled:
         ensure_immutable_elastic_config(parsed.raw["elasticity"])
-    if mesh_param is not None:
-        raise UnbuiltFeatureError(f"initialize(mesh_param={mesh_param}): sequence parallelism is not built yet. Drop it.")
     return parsed
 
 
@@ -161,7 +160,7 @@ def _apply_to_process(parsed: DeepSpeedConfig) -> None:
     log_dist(f"DeepSpeed info: version={version}, world size {get_world_size()}, {get_accelerator().device_name()}")
 
 
-def _mesh_of(model: nn.Module, mpu: Any) -> ParallelMesh:
+def _mesh_of(model: nn.Module, mpu: Any, degrees: Degrees, mesh_param: tuple[int, ...] | None) -> ParallelMesh:
     if isinstance(model, PipelineModule):
         if mpu is not None:
             raise ArgumentError(
@@ -169,8 +168,12 @@ def _mesh_of(model: nn.Module, mpu: Any) -> ParallelMesh:
                 "PipelineModule(topology=...) says how ranks lie."
             )
         mesh = model.mesh
+        degrees.check(mesh, "topology of the PipelineModule")
+    elif mpu is not None:
+        mesh = ParallelMesh.from_mpu(mpu)
+        degrees.check(mesh, "mpu")
     else:
-        mesh = ParallelMesh.build() if mpu is None else ParallelMesh.from_mpu(mpu)
+        mesh = degrees.mesh(mesh_param)
     set_current(mesh)
     return mesh
 

@@ -75,7 +75,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("aio.use_gds", "Leave it out: tensors on a GPU are moved through page-locked host memory."),
     Unbuilt("amp.enabled", "Use a bf16, fp16 or torch_autocast block."),
     Unbuilt("graph_harvesting", _OFF),
-    Unbuilt("sequence_parallel_size", "Use 1, or leave it out.", _above(1), status="1 works; more is not built yet"),
     Unbuilt("flops_profiler.enabled", _OFF),
     Unbuilt("autotuning.enabled", _OFF),
     Unbuilt(
@@ -117,7 +116,6 @@ NOTES: dict[str, str] = {
     "zero_optimization.elastic_checkpoint": _IDLE,
     "zero_optimization.offload_optimizer.fast_init": _ALWAYS,
     "zero_optimization.legacy_stage1": "only false",
-    "seq_parallel_communication_data_type": _LATER,
     "disable_allgather": _IDLE,
     "allgather_size": _IDLE,
     "optimizer.legacy_fusion": _IDLE,

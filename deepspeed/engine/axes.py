@@ -1,10 +1,13 @@
 """The ranks that ZeRO works among: other ones for experts than for what every rank holds.
 
     at a ZeRO stage >= 1     gradients averaged over     shard axis               replica axis
-    dense                    data-parallel               data-parallel            this rank alone
-    experts                  expert-data-parallel        expert-data-parallel     this rank alone
+    dense                    data x sequence             data x sequence          this rank alone
+    experts                  expert-data x sequence      the same                 this rank alone
 
     at stage 0               the same                    this rank alone          those that gradients are averaged over
+
+Tensor-parallel ranks hold parts of some parameters (`Kind.is_part`) and the whole of the others, each with shards of its own
+among the ranks above. In a sum over the model parts count everywhere, the others on the first tensor-parallel rank.
 
 Lives here: the table. Does not live here: which parameters are experts' (`experts`), groups (`topology.mesh`). Used by
 `partition`, `training`, `saving`.
@@ -52,17 +55,24 @@ class ModelAxes:
     """Ranks whose gradients, those that count added up, are one whole model's, each element once."""
 
     has_replicas: bool
-    """Whether ranks of `whole` hold the same."""
+    """Whether ranks of `whole` hold the same shards of some parameters, for lack of a shard axis."""
+
+    tensor: AxisGroup
+    """Ranks that hold other parts of the same parameters, for the same data."""
+
+    parts: AxisGroup
+    """Ranks that hold all shards of all parts of one parameter."""
 
     @classmethod
     def of(cls, mesh: ParallelMesh, stage: int) -> ModelAxes:
         """Those of a mesh at a ZeRO stage."""
-        dense = ZeroAxes.of(mesh.data_parallel, stage)
+        dense, tensor = ZeroAxes.of(mesh.zero_group, stage), mesh.axis("tensor")
+        parts = mesh.stage_ranks if stage >= 1 else tensor
         if mesh.axis("expert").size > 1:
-            is_pipeline = mesh.axis("pipe").size > 1
-            whole = mesh.pipe_data if is_pipeline else mesh.data_parallel
-            return cls(dense, ZeroAxes.of(mesh.expert_data_parallel, stage), whole, has_replicas=stage == 0)
-        return cls(dense, dense, _whole(mesh, dense.shard), has_replicas=False)
+            experts = ZeroAxes.of(mesh.expert_zero_group, stage)
+            return cls(dense, experts, mesh.world, has_replicas=stage == 0, tensor=tensor, parts=parts)
+        whole = mesh.world if stage >= 1 else mesh.pipe_tensor
+        return cls(dense, dense, whole, has_replicas=False, tensor=tensor, parts=parts)
 
     def of_kind(self, kind: Kind) -> ZeroAxes:
         """Those of one kind of parameters."""
@@ -70,10 +80,5 @@ class ModelAxes:
 
     def counts(self, kind: Kind) -> bool:
         """Whether this rank's gradients of a kind count in sums over `whole`: of ranks that hold the same, one's do."""
-        return not self.has_replicas or self.of_kind(kind).replica.rank == 0
-
-
-def _whole(mesh: ParallelMesh, shard: AxisGroup) -> AxisGroup:
-    if mesh.axis("pipe").size == 1:
-        return shard
-    return mesh.pipe_data if shard.size > 1 else mesh.axis("pipe")
+        is_first_copy = kind.is_part or self.tensor.rank == 0
+        return is_first_copy and (not self.has_replicas or self.of_kind(kind).replica.rank == 0)

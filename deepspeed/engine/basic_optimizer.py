@@ -42,7 +42,7 @@ def choose_optimizer(request: EngineRequest) -> BasicOptimizer | None:
     may_cut = check_shardable(
         optimizer,
         stage=stage,
-        shard_world_size=request.mesh.data_parallel.size if stage >= 1 else 1,
+        shard_world_size=request.mesh.zero_group.size if stage >= 1 else 1,
         allows_untested=request.config.zero_allow_untested_optimizer,
     )
     check_offloaded(optimizer, request.config, is_clients=request.optimizer is not None, may_cut=may_cut)

@@ -36,10 +36,13 @@ from deepspeed.engine.loader import build_loader
 from deepspeed.engine.partition import Partition, attach_gradient_stores, copy_from_first_rank, plan_partition
 from deepspeed.engine.parts import EngineParts
 from deepspeed.engine.pipeline import PipelineEngine
+from deepspeed.engine.random_state import start_alike
 from deepspeed.engine.report import StepReport
 from deepspeed.engine.request import EngineRequest
+from deepspeed.engine.same_inputs import SameInputs
 from deepspeed.engine.stage import refuse_for_pipelines
 from deepspeed.engine.stretches import Stretches
+from deepspeed.engine.tensor_parts import TensorParts, refuse_for_parts
 from deepspeed.engine.terms import Terms
 from deepspeed.engine.tiers import optimizer_tier
 from deepspeed.engine.training import build_training
@@ -66,7 +69,7 @@ def build_engine(request: EngineRequest) -> DeepSpeedEngine:
     _refuse_unbuilt(request.mesh, is_pipeline=is_pipeline)
     if isinstance(request.module, PipelineModule):
         refuse_for_pipelines(request.config, request.module)
-    terms = Terms.of(request.config)
+    terms = Terms.of(request.config, request.mesh)
     engine = (PipelineEngine if is_pipeline else DeepSpeedEngine)(_choose_parts(request, terms))
     give_back_freed(request.config.zero_optimization)
     if request.config.dump_state:
@@ -87,8 +90,10 @@ def _choose_parts(request: EngineRequest, terms: Terms) -> EngineParts:
     optimizer = basic.optimizer if basic is not None else None
     if mesh.axis("expert").size > 1:
         refuse_for_experts(config, optimizer)
+    refuse_for_parts(config, optimizer, TensorParts.of(module, axes.tensor.rank, axes.tensor.size))
     _make_alike(request, optimizer, terms, axes)
-    tier = optimizer_tier(config, mesh.data_parallel, terms.device, optimizer)
+    start_alike(axes.tensor)
+    tier = optimizer_tier(config, mesh.zero_group, terms.device, optimizer)
     partition = plan_partition(module, config, axes, terms.policy, optimizer, tier, request.stage)
     attach_gradient_stores(partition, config, terms.policy, tier)
     coordinator = _coordinator(module, config, partition)
@@ -113,6 +118,7 @@ def _choose_parts(request: EngineRequest, terms: Terms) -> EngineParts:
         stage=request.stage,
         of_experts=is_name_of_experts(module),
         stretches=Stretches(module),
+        same_inputs=SameInputs(mesh.axis("tensor"), terms.device),
         coordinator=coordinator,
         optimizer=trained,
         reducer=trained.reducer if trained is not None else None,
@@ -131,13 +137,15 @@ def _choose_parts(request: EngineRequest, terms: Terms) -> EngineParts:
 
 
 def _refuse_unbuilt(mesh: ParallelMesh, *, is_pipeline: bool) -> None:
-    giver = "topology given to PipelineModule" if is_pipeline else "mpu given to initialize()"
-    for axis in ("tensor", "sequence") if is_pipeline else ("tensor", "pipe", "sequence"):
-        if mesh.axis(axis).size > 1:
-            raise UnbuiltFeatureError(
-                f"the {giver} has a {axis}-parallel size of {mesh.axis(axis).size}, which is not "
-                "built yet. Use a size of 1 there, or wait for the version that has it."
-            )
+    if is_pipeline and mesh.axis("sequence").size > 1:
+        raise UnbuiltFeatureError(
+            f"{mesh.axis('sequence').size} sequence-parallel ranks with a PipelineModule are not built yet. Use a size of 1."
+        )
+    if not is_pipeline and mesh.axis("pipe").size > 1:
+        raise UnbuiltFeatureError(
+            f"the mpu given to initialize() has {mesh.axis('pipe').size} pipeline stages, which this engine knows of a "
+            "PipelineModule alone. Give the stages to PipelineModule(topology=...), or use a size of 1."
+        )
 
 
 def _refuse_foreign_cast(module: nn.Module, policy: DtypePolicy) -> None:
@@ -162,7 +170,8 @@ def _make_alike(request: EngineRequest, optimizer: Optimizer | None, terms: Term
     if config.zero_optimization.stage == 3:
         gather_experts_together(module)
     check_alike(description(config, module, optimizer), axes.dense.data, terms.device)
-    check_alike(common_description(config, optimizer), request.mesh.axis("pipe"), terms.device)
+    for axis in ("pipe", "tensor"):
+        check_alike(common_description(config, optimizer), request.mesh.axis(axis), terms.device)
     copy_from_first_rank(module, axes)
 
 
@@ -189,11 +198,11 @@ def _report(request: EngineRequest, terms: Terms) -> StepReport:
     return StepReport(
         request.config,
         MonitorMaster(request.config),
-        request.mesh.data_parallel,
+        request.mesh.zero_group,
         batch_size=terms.batch.train,
         synchronize=get_accelerator().synchronize,
         mark_memory=lambda label: see_memory_usage(label, force=True),
-        experts=ExpertReport(request.module, request.mesh.data_parallel),
+        experts=ExpertReport(request.module, request.mesh.zero_group),
     )
 
 

@@ -76,6 +76,8 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, SavingMembers, LoadingMem
         report.timers(FORWARD).start()
         if parts.input_dtype is not None:
             args, kwargs = map_tensors(self._cast_input, args), map_tensors(self._cast_input, kwargs)
+        if self.training:
+            parts.same_inputs.check(args, kwargs)
         with self._autocast(), self._gathering():
             output = self.module(*args, **kwargs)
         report.timers(FORWARD).stop()
@@ -218,9 +220,11 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, SavingMembers, LoadingMem
 
     def _check_sanity(self) -> None:
         flats, mesh = self._parts.partition.flats, self._parts.mesh
-        agree(list(held_alike(flats)), mesh.data_parallel)
+        agree(list(held_alike(flats)), mesh.zero_group)
         if mesh.axis("expert").size > 1:
-            agree(list(held_alike(flats, of_experts=True)), mesh.expert_data_parallel, told=mesh.data_parallel)
+            agree(list(held_alike(flats, of_experts=True)), mesh.expert_zero_group, told=mesh.zero_group)
+        if mesh.axis("tensor").size > 1:
+            agree(list(held_alike(flats, of_parts=False)), mesh.axis("tensor"), told=mesh.stage_ranks)
 
     def _settle(self) -> None:
         """Book the last update as made or skipped. Waits for the device if nobody has asked before."""

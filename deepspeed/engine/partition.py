@@ -35,6 +35,7 @@ from deepspeed.engine.axes import ModelAxes
 from deepspeed.engine.experts import spread_experts
 from deepspeed.engine.parameter_tier import PlannedGroup, Resting, RestingPlaces
 from deepspeed.engine.stage import Stage
+from deepspeed.engine.tensor_parts import TensorParts
 from deepspeed.engine.tiers import OptimizerTier
 from deepspeed.errors import ArgumentError
 from deepspeed.precision.policy import DtypePolicy, low_precision_parameters
@@ -138,6 +139,7 @@ class _Planner:
         self.policy = policy
         self.axes = axes
         self.experts = spread_experts(module)
+        self.parts = TensorParts.of(module, axes.tensor.rank, axes.tensor.size).ids
         autocast = config.torch_autocast
         safe = (autocast.lower_precision_safe_modules or ()) if autocast.enabled else ()
         self.low = low_precision_parameters(module, safe)
@@ -203,6 +205,7 @@ class _Planner:
                 is_low_precision=id(param) in self.low,
                 tie=self.tie_of.get(id(param), ""),
                 is_expert=id(param) in self.experts,
+                is_part=id(param) in self.parts,
             )
             by_kind.setdefault(kind, []).append(member)
         for kind, members in by_kind.items():
@@ -327,7 +330,9 @@ def copy_from_first_rank(module: nn.Module, axes: ModelAxes) -> None:
     """
     params = [p for p in module.parameters() if owner_of(p) is None and holder_of(p) is None]
     of_experts = spread_experts(module)
+    parts = TensorParts.of(module, axes.tensor.rank, axes.tensor.size).ids
     tensors = [*params, *module.buffers()]
+    _copy([tensor.detach() for tensor in params if id(tensor) not in parts], axes.tensor)
     _copy([tensor.detach() for tensor in tensors if id(tensor) not in of_experts], axes.dense.data)
     _copy([tensor.detach() for tensor in tensors if id(tensor) in of_experts], axes.experts.data)
 

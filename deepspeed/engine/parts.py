@@ -21,6 +21,7 @@ from deepspeed.engine.checkpointing import Checkpointing
 from deepspeed.engine.loss_guard import LossGuard
 from deepspeed.engine.partition import Partition
 from deepspeed.engine.report import StepReport
+from deepspeed.engine.same_inputs import SameInputs
 from deepspeed.engine.stage import Stage
 from deepspeed.engine.stretches import Stretches
 from deepspeed.topology.mesh import ParallelMesh
@@ -50,6 +51,9 @@ class EngineParts:
 
     stretches: Stretches
     """Of these, what is a part of a larger tensor."""
+
+    same_inputs: SameInputs
+    """Asks whether tensor-parallel ranks see the same data."""
 
     coordinator: ParameterCoordinator | None = None
     """Gathers and releases sharded parameters; None where there are none."""

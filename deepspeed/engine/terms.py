@@ -17,6 +17,7 @@ from deepspeed.engine.accumulation import Accumulation
 from deepspeed.engine.loss_guard import LossGuard
 from deepspeed.precision.loss_scaler import LossScaler, build_loss_scaler
 from deepspeed.precision.policy import DtypePolicy
+from deepspeed.topology.mesh import ParallelMesh
 
 __all__ = ["Terms"]
 
@@ -33,14 +34,14 @@ class Terms:
     loss_guard: LossGuard
 
     @classmethod
-    def of(cls, config: DeepSpeedConfig) -> Terms:
+    def of(cls, config: DeepSpeedConfig, mesh: ParallelMesh) -> Terms:
         """Those of `config` on this rank's device."""
         device = torch.device(get_accelerator().device_name(get_local_rank()))
         scaler = build_loss_scaler(config, device.type)
         micro, steps = config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
         return cls(
             device=device,
-            policy=DtypePolicy.from_config(config, device.type),
+            policy=DtypePolicy.from_config(config, device.type, shares_sequences=mesh.axis("sequence").size > 1),
             scaler=scaler,
             batch=BatchSizes(config.train_batch_size, micro, steps),
             accumulation=Accumulation(steps, is_managed=config.managed_gradient_accumulation),

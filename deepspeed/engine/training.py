@@ -14,6 +14,7 @@ from deepspeed.engine.basic_optimizer import BasicOptimizer
 from deepspeed.engine.loader import epoch_steps
 from deepspeed.engine.partition import Partition
 from deepspeed.engine.request import EngineRequest
+from deepspeed.engine.tensor_parts import TensorParts
 from deepspeed.engine.terms import Terms
 from deepspeed.offload import placement
 from deepspeed.precision.loss_scaler import NullScaler
@@ -58,6 +59,7 @@ def build_training(
         ties=Ties(request.stage.axes),
         norm_axis=partition.axes.whole,
         counts=lambda flat: partition.axes.counts(flat.kind),
+        copies=TensorParts.of(request.module, partition.axes.tensor.rank, partition.axes.tensor.size).copies,
         device=terms.device,
     )
     if config.zero_optimization.stage == 3:
@@ -71,7 +73,7 @@ def _reducer(
     zero = request.config.zero_optimization
     return GradientReducer(
         partition.trained,
-        request.mesh.data_parallel,
+        request.mesh.zero_group,
         axis_of=lambda flat: partition.axes.of_kind(flat.kind).data,
         is_boundary=lambda: terms.accumulation.is_backward_boundary,
         check_scaled=None if isinstance(terms.scaler, NullScaler) else terms.loss_guard.check,
@@ -101,6 +103,7 @@ def _masters(
         "state_dtype": terms.policy.state,
         "residence": residence,
         "whole_axis": partition.axes.whole,
+        "parts_axis": partition.axes.parts,
     }
     if thread is not None:
         return ThreadedWeights(trained, basic.optimizer, thread, **settings)

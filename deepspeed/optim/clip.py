@@ -76,7 +76,7 @@ def get_grad_norm(
 ) -> Tensor:
     """Global norm of gradients: a 0-dim tensor of at least float32, 0 without gradients. Arguments: `clip_grad_norm_`."""
     tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    counted = [p for p in tensors if mpu is None or mpu.get_model_parallel_rank() == 0 or _is_model_parallel(p)]
+    counted = [p for p in tensors if mpu is None or mpu.get_model_parallel_rank() == 0 or is_model_parallel(p)]
     norms = [_norm(p.grad, norm_type) for p in counted if p.grad is not None and p.numel()]
     # The dtype follows the parameters, not the gradients there are: all ranks of a group must agree on it.
     is_double = any(p.dtype == torch.float64 for p in tensors)
@@ -105,6 +105,6 @@ def _norm(gradient: Tensor, norm_type: float) -> Tensor:
     return norm
 
 
-def _is_model_parallel(p: Tensor) -> bool:
+def is_model_parallel(p: Tensor) -> bool:
     """Whether model-parallel ranks hold different pieces of `p`; the marks are Megatron's."""
     return bool(getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False))

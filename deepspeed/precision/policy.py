@@ -51,6 +51,10 @@ class PrecisionConfig(Protocol):
     def communication_data_type(self) -> str | None:
         """The key of that name: fp16, bf16, fp32 or None."""
 
+    @property
+    def seq_parallel_communication_data_type(self) -> str | None:
+        """Likewise."""
+
 
 @dataclass(frozen=True)
 class DtypePolicy:
@@ -74,8 +78,15 @@ class DtypePolicy:
     """Forward's autocast regions compute in this; None is no autocast."""
 
     @classmethod
-    def from_config(cls, config: PrecisionConfig, device_type: str | None = None) -> DtypePolicy:
-        """Read the policy from the config; `device_type` is where forward runs, None the accelerator's.
+    def from_config(
+        cls, config: PrecisionConfig, device_type: str | None = None, *, shares_sequences: bool = False
+    ) -> DtypePolicy:
+        """Read the policy from the config.
+
+        Args:
+            config: of the engine.
+            device_type: where forward runs; None: the accelerator's.
+            shares_sequences: whether several ranks share a sequence: `seq_parallel_communication_data_type` counts then.
 
         Raises:
             ConfigError: `data_types.param_dtype` contradicts `fp16` and `bf16`.
@@ -93,12 +104,16 @@ class DtypePolicy:
         )
         has_16_bit_state = mode == "bf16" and config.bf16.bf16_optimizer_states
         keep = types.keep_in_fp32_modules
+        communication = _dtype(config.communication_data_type)
+        if shares_sequences:
+            communication = _dtype(config.seq_parallel_communication_data_type)
+        is_wide = shares_sequences and communication is torch.float32  # fp64 gradients stay as wide as they are
         return cls(
             param=DTYPES[mode] if is_16_bit else None,
             master=(DTYPES[mode] if has_16_bit_master else torch.float32) if is_16_bit else None,
             state=(DTYPES[mode] if has_16_bit_state else torch.float32) if has_16_bit_master else None,
             grad_accumulation=_dtype(types.grad_accum_dtype),
-            communication=_dtype(config.communication_data_type) or (DTYPES[mode] if is_16_bit else None),
+            communication=None if is_wide else communication or (DTYPES[mode] if is_16_bit else None),
             buffer=_dtype(types.buffer_dtype),
             keep_in_fp32="auto" if keep == "auto" else tuple(keep),
             autocast=autocast_dtype(config, device_type),

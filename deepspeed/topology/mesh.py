@@ -11,6 +11,9 @@ the process-wide current mesh (`groups`). `deepspeed.initialize` builds it; the 
     pipe_expert            pipe x expert                         ranks that together hold one copy of a model's weights
     zero_group             replica x shard x expert x sequence   ranks that hold the same weights outside experts:
                            sequence ranks see other tokens of the same data, so gradients are averaged over them too
+    expert_zero_group      replica x shard x sequence            of these, the ones that hold the same experts
+    stage_ranks            all but pipe                          ranks that hold parts and copies of one stage's weights
+    pipe_tensor            pipe x tensor                         ranks that together hold one copy of weights outside experts
 
 [Note: which groups are made] An axis as large as the world uses the default group, axes over the same ranks share one
 group, and an axis of size 1 has none until somebody asks for it: then a group of this rank alone is made, which takes no
@@ -44,8 +47,12 @@ _DATA = (*_EXPERT_DATA, "expert")
 _PIPE_DATA = ("pipe", *_DATA)
 _PIPE_EXPERT = ("pipe", "expert")
 _ZERO = (*_DATA, "sequence")
+_EXPERT_ZERO = (*_EXPERT_DATA, "sequence")
+_STAGE = (*_ZERO, "tensor")
+_PIPE_TENSOR = ("pipe", "tensor")
 _OTHERS = (("pipe",), ("sequence",), ("tensor",))
-_KEPT: tuple[tuple[str, ...], ...] = (*((axis,) for axis in AXES), _EXPERT_DATA, _DATA, _ZERO, _PIPE_DATA, _PIPE_EXPERT)
+_COMPOSITE = (_EXPERT_DATA, _DATA, _ZERO, _EXPERT_ZERO, _PIPE_DATA, _PIPE_EXPERT, _STAGE, _PIPE_TENSOR, AXES)
+_KEPT: tuple[tuple[str, ...], ...] = (*((axis,) for axis in AXES), *_COMPOSITE)
 
 _MPU_NAMES: dict[tuple[str, ...], tuple[str, ...]] = {
     ("pipe",): ("pipeline_model_parallel", "pipe_parallel"),
@@ -160,21 +167,14 @@ class ParallelMesh:
         world_size, rank = comm.get_world_size(), comm.get_rank()
         grid = ProcessTopology(AXES, _sizes_of_mpu(mpu, world_size))
         given = {axes: _group_of_mpu(mpu, names) for axes, names in _MPU_NAMES.items()}
-        adopted = {
+        handed = {
             axes: AxisGroup(dist.get_process_group_ranks(group), rank, group)
             for axes, group in given.items()
             if group is not None
         }
-        if ("pipe",) in adopted:
-            adopted[_PIPE_EXPERT] = adopted[("pipe",)]
-        if _DATA in adopted:
-            adopted[("replica",)] = adopted[_EXPERT_DATA] = adopted[_DATA]
-            if grid.get_dim("pipe") == 1:
-                adopted[_PIPE_DATA] = adopted[_DATA]
-            if grid.get_dim("sequence") == 1:
-                adopted[_ZERO] = adopted[_DATA]
+        adopted = _same_ranks(handed, grid)
         wanted = {axes: tuple(grid.group_of(rank, axes)) for axes in _KEPT}
-        if any(len(ranks) > 1 and axes not in adopted for axes, ranks in wanted.items()):
+        if any(len(ranks) not in (1, world_size) and axes not in adopted for axes, ranks in wanted.items()):
             _require_our_layout(wanted, adopted)
         return cls(grid, rank, adopted)
 
@@ -202,12 +202,18 @@ class ParallelMesh:
                 f"experts over {expert} ranks (ep_size) do not divide the {data.size} data-parallel ranks. Use an ep_size "
                 f"that divides {data.size}, or start other ranks."
             )
-        kept: dict[tuple[str, ...], AxisGroup] = {axes: self._groups[axes] for axes in (*_OTHERS, _DATA, _ZERO, _PIPE_DATA)}
+        same = (*_OTHERS, _DATA, _ZERO, _PIPE_DATA, _STAGE, _PIPE_TENSOR)
+        kept: dict[tuple[str, ...], AxisGroup] = {axes: self._groups[axes] for axes in same}
         sizes = {**self.sizes, "replica": self.sizes["replica"] // expert, "expert": expert}
         order = ("pipe", "expert", "replica", "shard", "sequence", "tensor") if is_slowest else AXES
         grid = ProcessTopology(order, [sizes[axis] for axis in order])
         _require_our_layout({axes: tuple(grid.group_of(self.rank, axes)) for axes in _KEPT}, kept)
         return ParallelMesh(grid, self.rank, kept)
+
+    @property
+    def world(self) -> AxisGroup:
+        """All ranks."""
+        return self._groups[AXES]
 
     def axis(self, name: str) -> AxisGroup:
         """Return the ranks along one axis.
@@ -252,9 +258,34 @@ class ParallelMesh:
         """The ranks that gradients are averaged over and ZeRO may spread states over: data-parallel x sequence."""
         return self._groups[_ZERO]
 
+    @property
+    def expert_zero_group(self) -> AxisGroup:
+        """The same for experts: the ranks that hold the same ones and see other tokens."""
+        return self._groups[_EXPERT_ZERO]
+
+    @property
+    def stage_ranks(self) -> AxisGroup:
+        """All ranks of this pipeline stage."""
+        return self._groups[_STAGE]
+
+    @property
+    def pipe_tensor(self) -> AxisGroup:
+        """The stages and tensor-parallel ranks that together hold one copy of the weights outside experts."""
+        return self._groups[_PIPE_TENSOR]
+
     def __repr__(self) -> str:
         sizes = ", ".join(f"{axis}={size}" for axis, size in self.sizes.items())
         return f"ParallelMesh(rank {self.rank} of {self.world_size}: {sizes})"
+
+
+def _same_ranks(handed: Mapping[tuple[str, ...], AxisGroup], grid: ProcessTopology) -> dict[tuple[str, ...], AxisGroup]:
+    """Groups for all axes that differ from handed ones in axes of size 1 alone."""
+
+    def spread(axes: tuple[str, ...]) -> frozenset[str]:
+        return frozenset(axis for axis in axes if grid.get_dim(axis) > 1)
+
+    by_axes = {spread(axes): group for axes, group in handed.items()}
+    return {axes: by_axes[spread(axes)] for axes in _KEPT if spread(axes) in by_axes}
 
 
 def tensor_axis_of(mpu: Any) -> AxisGroup:

@@ -75,6 +75,7 @@ class MasterWeights:
             the optimizer itself chooses. Wider masters are stepped as they are.
         residence: where masters and state rest between updates; None: in memory.
         whole_axis: the ranks that hold all shards, experts' included; None: the shard axis of the first group.
+        parts_axis: the ranks that hold all parts of what tensor-parallel ranks hold in parts; None: nothing is.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class MasterWeights:
         state_dtype: torch.dtype | None = None,
         residence: Residence | None = None,
         whole_axis: AxisGroup | None = None,
+        parts_axis: AxisGroup | None = None,
     ) -> None:
         self.flats = tuple(flats)
         self.optimizer = optimizer
@@ -96,6 +98,7 @@ class MasterWeights:
         self._client_params = [list(group["params"]) for group in optimizer.param_groups]
         self._state_dtype = state_dtype
         self._whole_axis = whole_axis
+        self._parts_axis = parts_axis
         device = flats[0].master_device if flats else torch.device("cpu")
         fitting = SUB_GROUP_NUMEL.get(device.type, _DEVICE_SUB_GROUP_NUMEL)
         numel = fitting if sub_group_numel is None else whole_grains(min(fitting, sub_group_numel))
@@ -131,10 +134,12 @@ class MasterWeights:
     def _teach_optimizer(self) -> None:
         if isinstance(self.optimizer, GroupOptimizer):
             self.optimizer.state_dtype = self._state_dtype
-        is_cut = any(flat.axis.size > 1 for flat in self.flats)
+        is_cut = any(flat.axis.size > 1 or flat.kind.is_part for flat in self.flats)
         if getattr(self.optimizer, "needs_parameter_sums", False) and is_cut:
             whole_axis = self._whole_axis or self.flats[0].axis
-            self.optimizer.sums = ShardedSums(self.slices, self.flats, whole_axis)  # type: ignore[attr-defined]
+            self.optimizer.sums = ShardedSums(  # type: ignore[attr-defined]
+                self.slices, self.flats, whole_axis, self._parts_axis
+            )
 
     def _show(self, batches: Sequence[Batch]) -> None:
         """Let the optimizer see exactly `batches`."""

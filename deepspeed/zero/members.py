@@ -57,6 +57,9 @@ class Kind:
     is_expert: bool = False
     """Other ranks hold other experts in their place: they have their own shard axis."""
 
+    is_part: bool = False
+    """Tensor-parallel ranks hold other parts of them."""
+
     @property
     def is_trained(self) -> bool:
         """Whether an optimizer updates them."""

@@ -27,6 +27,7 @@ from deepspeed.common.wording import some
 from deepspeed.config.offload import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.errors import UsageError
 from deepspeed.precision.loss_scaler import DynamicLossScaler, LossScaler, NullScaler
+from deepspeed.sharding import Span
 from deepspeed.topology.mesh import AxisGroup
 from deepspeed.zero.absence import Absence, state_tensors
 from deepspeed.zero.flat import FlatGroup
@@ -66,6 +67,7 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
         ties: what other stages of a pipeline hold copies of; None: nothing.
         norm_axis: the ranks whose gradients together are those of the whole model; None: the shard axis.
         counts: whether this rank's gradients of a group count there; None: all do.
+        copies: ranges of this rank's shard of a group that another rank counts; None: none.
         device: where collectives want tensors; None: where gradients belong.
     """
 
@@ -87,6 +89,7 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
         ties: Ties | None = None,
         norm_axis: AxisGroup | None = None,
         counts: Callable[[FlatGroup], bool] | None = None,
+        copies: Callable[[FlatGroup], Sequence[Span]] | None = None,
         device: torch.device | None = None,
     ) -> None:
         # Optimizer.__init__ is not called: every attribute it would make is the wrapped optimizer's (see __getattr__).
@@ -104,6 +107,7 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
         self.norm_axis = norm_axis or (master.flats[0].axis if master.flats else None)
         counted = self.ties.counted(master.flats)
         self._counted = tuple(flat for flat in counted if counts is None or counts(flat))
+        self._copies = [(flat, copies(flat)) for flat in self._counted] if copies is not None else []
         self.device = device or (master.flats[0].device if master.flats else None)
         self.absence = Absence()
         self.outcome: Outcome | None = None
@@ -157,6 +161,9 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
             mine = sum_of_squares(shards)
         else:
             mine = torch.stack([total(shard).double() for shard in shards]).sum()
+        copies = [flat.gradients.shard(span.start, span.stop) for flat, spans in self._copies for span in spans]
+        if self.computes_norm and copies:
+            mine = (mine - sum_of_squares(copies)).clamp(min=0)
         mine = mine.to(self.device)  # gradients may be in host memory, which no collective of a device's reaches
         return Outcome(
             mine if self.norm_axis is None else sum_over_shards(mine, self.norm_axis),

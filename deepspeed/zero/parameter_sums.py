@@ -1,6 +1,7 @@
 """Sums over whole parameters when each rank steps parts of them: one all-reduce of one row per parameter.
 
-Experts that other ranks hold others in the place of have an all-reduce of their own, over their own shard axis.
+Experts that other ranks hold others in the place of have an all-reduce of their own, over their own shard axis, and
+parameters that tensor-parallel ranks hold in parts one over the ranks that hold all parts.
 
     own parts   rows of p1, p3 --+                                           +--> rows of p1, p3
                                  +--> [p0|p1|p2|p3|...] x K --all-reduce--> -+
@@ -32,18 +33,22 @@ class ShardedSums:
         slices: this rank's parts, each of one parameter.
         flats: the flat groups they belong to; the same on all ranks, at least one.
         whole_axis: the ranks that hold all shards of all groups.
+        parts_axis: the ranks that hold all parts of parameters that are parts (`Kind.is_part`).
     """
 
-    def __init__(self, slices: Sequence[Slice], flats: Sequence[FlatGroup], whole_axis: AxisGroup) -> None:
+    def __init__(
+        self, slices: Sequence[Slice], flats: Sequence[FlatGroup], whole_axis: AxisGroup, parts_axis: AxisGroup | None
+    ) -> None:
         self._whole_axis = whole_axis
+        axis_of = {id(flat): flat.axis if parts_axis is None or not flat.kind.is_part else parts_axis for flat in flats}
         self._device = flats[0].values.device
         first_rows: dict[int, int] = {}
         self._parameters = 0
         self._rows_of: list[tuple[AxisGroup, slice]] = []
-        for axis in dict.fromkeys(flat.axis for flat in flats):
+        for axis in dict.fromkeys(axis_of[id(flat)] for flat in flats):
             begin = self._parameters
             for flat in flats:
-                if flat.axis is axis:
+                if axis_of[id(flat)] is axis:
                     first_rows[id(flat)] = self._parameters
                     self._parameters += len(flat.members)
             self._rows_of.append((axis, slice(begin, self._parameters)))

@@ -132,14 +132,16 @@ def _difference(tensors: Sequence[tuple[str, Tensor]], axis: AxisGroup) -> str:
     )
 
 
-def held_alike(flats: Iterable[FlatGroup], *, of_experts: bool = False) -> Iterator[tuple[str, Tensor]]:
+def held_alike(
+    flats: Iterable[FlatGroup], *, of_experts: bool = False, of_parts: bool = True
+) -> Iterator[tuple[str, Tensor]]:
     """Whole parameters, bucket by bucket: what the data-parallel ranks hold alike between an update and the next.
 
     Nothing of groups whose parameters are sharded. Experts that are spread over ranks are alike among fewer: they are asked
-    for with `of_experts`, and nothing else is given then.
+    for with `of_experts`, and nothing else is given then. Without `of_parts`, what tensor-parallel ranks hold alike too.
     """
     for flat in flats:
-        if flat.is_sharded or flat.kind.is_expert != of_experts:
+        if flat.is_sharded or flat.kind.is_expert != of_experts or (flat.kind.is_part and not of_parts):
             continue
         for number, bucket in enumerate(flat.layout.buckets):
             slots = flat.layout.slots[bucket.first_slot : bucket.last_slot]

@@ -28,7 +28,7 @@ def settings(stage: int, **blocks: Any) -> DeepSpeedConfig:
 def plan(model: nn.Module, config: DeepSpeedConfig, optimizer: torch.optim.Optimizer | None) -> Partition:
     policy = DtypePolicy.from_config(config, "cpu")
     dense = ZeroAxes.of(ALONE, config.zero_optimization.stage)
-    axes = ModelAxes(dense, dense, ALONE, has_replicas=False)
+    axes = ModelAxes(dense, dense, ALONE, has_replicas=False, tensor=ALONE, parts=ALONE)
     partition = plan_partition(model, config, axes, policy, optimizer)
     attach_gradient_stores(partition, config, policy)
     return partition

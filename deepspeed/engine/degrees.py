@@ -1,0 +1,120 @@
+"""How many ranks share a sequence, and a layer, as a config says it: asked before anything else of it, for the mesh.
+
+    sequence_parallel_size, mesh_param                           --> sequence     tokens of one sample over ranks (Ulysses)
+    tensor_parallel.autotp_size, .tp.tp_size, tp_model_init      --> tensor       parts of a layer over ranks (AutoTP)
+
+Values that are no whole numbers count as 1 here: the check of the config, which follows, names them.
+
+Does not live here: the mesh (`topology.mesh`), the batch triangle (`config.batch`). Called by `api`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from deepspeed.common.logging import warn_once
+from deepspeed.config.load import load_config
+from deepspeed.errors import ArgumentError
+from deepspeed.topology.mesh import ParallelMesh
+
+__all__ = ["Degrees", "without_tensor_ranks"]
+
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+class Degrees(NamedTuple):
+    """Of one job."""
+
+    sequence: int = 1
+    tensor: int = 1
+
+    @classmethod
+    def of(cls, raw: Mapping[str, Any], mesh_param: tuple[int, ...] | None) -> Degrees:
+        """Those that a config and `initialize(mesh_param=(data, sequence))` ask for.
+
+        Raises:
+            ArgumentError: the two say different things, or mesh_param is no pair.
+        """
+        sequence = _whole(raw.get("sequence_parallel_size"))
+        if mesh_param is not None:
+            asked = _sequence_of(mesh_param)
+            if sequence not in (1, asked):
+                raise ArgumentError(
+                    f"initialize(mesh_param={mesh_param}) with sequence_parallel_size={sequence} in the config: the second "
+                    "number and the key mean the same. Leave one of the two out."
+                )
+            sequence = asked
+        return cls(sequence, _tensor(raw.get("tensor_parallel")))
+
+    def mesh(self, mesh_param: tuple[int, ...] | None = None) -> ParallelMesh:
+        """All ranks laid out so. Every rank of the world must call it.
+
+        Raises:
+            ArgumentError: they do not divide the ranks, or mesh_param does not multiply out.
+        """
+        mesh = ParallelMesh.build(sequence=self.sequence, tensor=self.tensor)
+        if mesh_param is not None and mesh.data_parallel.size != mesh_param[0]:
+            raise ArgumentError(
+                f"initialize(mesh_param={mesh_param}) on {mesh.world_size} ranks: {self.sequence} sequence-parallel and "
+                f"{self.tensor} tensor-parallel ranks leave {mesh.data_parallel.size} data-parallel ones. Give sizes whose "
+                "product is the number of ranks."
+            )
+        return mesh
+
+    def check(self, mesh: ParallelMesh, giver: str) -> None:
+        """Refuse a config that asks for other degrees than the groups that the caller made.
+
+        Raises:
+            ArgumentError: it does.
+        """
+        for axis, size in self._asdict().items():
+            found = mesh.axis(axis).size
+            if size not in (1, found):
+                raise ArgumentError(
+                    f"the config asks for {size} {axis}-parallel ranks, but the {giver} has {found}. Leave the key out of "
+                    f"the config, or let the {giver} have {size}."
+                )
+
+
+def without_tensor_ranks(source: Any, mesh: ParallelMesh) -> Any:
+    """A config as it was given, or with the samples that a step has where `train_batch_size` counts tensor-parallel ranks.
+
+    The original counts them as data-parallel ones. The other two sizes tell.
+    """
+    tensor, data = mesh.axis("tensor").size, mesh.data_parallel.size
+    if tensor == 1:
+        return source
+    raw = load_config(source)
+    train, micro, steps = (_whole(raw.get(key)) for key in _BATCH)
+    if not all(key in raw for key in _BATCH) or train != micro * steps * data * tensor:
+        return source
+    true = micro * steps * data
+    warn_once(
+        "tensor ranks in train_batch_size",
+        "train_batch_size = %d counts each of %d tensor-parallel ranks, which see the same samples: a step has %d samples "
+        "(%d micro x %d accumulation x %d data-parallel). Write train_batch_size = %d.",
+        *(train, tensor, true, micro, steps, data, true),
+    )
+    return {**raw, "train_batch_size": true}
+
+
+def _sequence_of(mesh_param: tuple[int, ...]) -> int:
+    sizes = [_whole(size) for size in mesh_param]
+    if sizes != list(mesh_param) or len(sizes) != len(("data", "sequence")):
+        raise ArgumentError(
+            f"initialize(mesh_param={mesh_param}): needed two numbers of ranks, (data-parallel, sequence-parallel)."
+        )
+    return sizes[1]
+
+
+def _tensor(block: object) -> int:
+    if not isinstance(block, Mapping):
+        return 1
+    inner = block.get("tensor_parallel", block.get("tp"))
+    size = _whole(block.get("autotp_size"))
+    return size if size > 1 or not isinstance(inner, Mapping) else _whole(inner.get("tp_size"))
+
+
+def _whole(size: object) -> int:
+    return size if isinstance(size, int) and not isinstance(size, bool) and size >= 1 else 1
