@@ -8,13 +8,9 @@ them around `MoE`. With one tensor-parallel rank, or before there is a mesh, bot
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from deepspeed import comm
+from deepspeed.comm import differentiable
 from deepspeed.errors import ArgumentError
 from deepspeed.topology import groups
 from deepspeed.topology.mesh import AxisGroup
@@ -38,8 +34,7 @@ def drop_tokens(input_: Tensor, dim: int = 0) -> Tensor:
             f"drop_tokens over {axis.size} tensor-parallel ranks: dimension {dim} has {input_.shape[dim]} elements, "
             f"which {axis.size} does not divide. Pad the tokens to a multiple of it."
         )
-    part: Tensor = _Drop.apply(input_, dim, axis)  # type: ignore[no-untyped-call]
-    return part
+    return differentiable.split(input_, dim, axis.group)
 
 
 def gather_tokens(input_: Tensor, dim: int = 0) -> Tensor:
@@ -50,40 +45,9 @@ def gather_tokens(input_: Tensor, dim: int = 0) -> Tensor:
     axis = _tensor_axis()
     if axis is None:
         return input_
-    whole: Tensor = _Gather.apply(input_, dim, axis)  # type: ignore[no-untyped-call]
-    return whole
+    return differentiable.gather(input_, dim, axis.group)
 
 
 def _tensor_axis() -> AxisGroup | None:
     axis = groups.get_current().axis("tensor") if groups.has_current() else None
     return axis if axis is not None and axis.size > 1 else None
-
-
-class _Drop(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, dim: int, axis: AxisGroup) -> Tensor:
-        ctx.dim, ctx.axis = dim, axis
-        return whole.chunk(axis.size, dim)[axis.rank].contiguous()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _gathered(gradient, ctx.dim, ctx.axis), None, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, dim: int, axis: AxisGroup) -> Tensor:
-        ctx.dim, ctx.axis = dim, axis
-        return _gathered(part, dim, axis)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gradient.chunk(ctx.axis.size, ctx.dim)[ctx.axis.rank].contiguous(), None, None
-
-
-def _gathered(part: Tensor, dim: int, axis: AxisGroup) -> Tensor:
-    parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(axis.size)]
-    comm.all_gather(parts, part.contiguous(), group=axis.group)
-    return torch.cat(parts, dim)
