@@ -14,6 +14,9 @@ Does not live here: what any part does. Called by `deepspeed.initialize` (`api`)
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,6 +52,7 @@ from deepspeed.engine.training import build_training
 from deepspeed.errors import ArgumentError, UnbuiltFeatureError
 from deepspeed.monitor import MonitorMaster
 from deepspeed.offload.heap import give_back_freed
+from deepspeed.ops.host_products import fast_products, may_pay
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.precision.policy import DtypePolicy, cast_module, keep_batch_norm_exact
 from deepspeed.topology.mesh import ParallelMesh
@@ -58,7 +62,7 @@ from deepspeed.zero.flat import owner_of, release_owner
 from deepspeed.zero.leaf import apply_leaf_config
 from deepspeed.zero.optimizer import ZeroOptimizer
 from deepspeed.zero.prefetch import GatherSettings
-from deepspeed.zero.shard import refuse_lost_writes
+from deepspeed.zero.shard import refuse_lost_writes, whole_shape
 
 logger = get_logger(__name__)
 
@@ -86,6 +90,7 @@ def _choose_parts(request: EngineRequest, terms: Terms) -> EngineParts:
     keep_batch_norm_exact(module)
     _refuse_foreign_cast(module, terms.policy)
     axes = ModelAxes.of(mesh, config.zero_optimization.stage)
+    products = _products(module, config, terms)
     basic = choose_optimizer(request)
     optimizer = basic.optimizer if basic is not None else None
     if mesh.axis("expert").size > 1:
@@ -118,6 +123,7 @@ def _choose_parts(request: EngineRequest, terms: Terms) -> EngineParts:
         stage=request.stage,
         of_experts=is_name_of_experts(module),
         stretches=Stretches(module),
+        products=products,
         same_inputs=SameInputs(mesh.axis("tensor"), terms.device),
         coordinator=coordinator,
         optimizer=trained,
@@ -146,6 +152,13 @@ def _refuse_unbuilt(mesh: ParallelMesh, *, is_pipeline: bool) -> None:
             f"the mpu given to initialize() has {mesh.axis('pipe').size} pipeline stages, which this engine knows of a "
             "PipelineModule alone. Give the stages to PipelineModule(topology=...), or use a size of 1."
         )
+
+
+def _products(module: nn.Module, config: DeepSpeedConfig, terms: Terms) -> Callable[[], AbstractContextManager[object]]:
+    """`ops.host_products` where it may pay. A schedule that puts products off sees to it itself (`pipe.late_weights`)."""
+    weights = ((whole_shape(param), terms.policy.param_for(param)) for param in module.parameters())
+    is_late = isinstance(module, PipelineModule) and config.pipeline.schedule == "zero_bubble"
+    return partial(fast_products, terms.device) if not is_late and may_pay(weights, terms.device) else nullcontext
 
 
 def _refuse_foreign_cast(module: nn.Module, policy: DtypePolicy) -> None:

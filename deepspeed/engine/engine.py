@@ -78,7 +78,7 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, SavingMembers, LoadingMem
             args, kwargs = map_tensors(self._cast_input, args), map_tensors(self._cast_input, kwargs)
         if self.training:
             parts.same_inputs.check(args, kwargs)
-        with self._autocast(), self._gathering():
+        with self._autocast(), self._gathering(), parts.products():
             output = self.module(*args, **kwargs)
         report.timers(FORWARD).stop()
         report.mark("after forward")

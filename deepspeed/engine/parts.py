@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +55,9 @@ class EngineParts:
 
     same_inputs: SameInputs
     """Asks whether tensor-parallel ranks see the same data."""
+
+    products: Callable[[], AbstractContextManager[object]]
+    """What forward runs in, so that its matrix products take the faster library."""
 
     coordinator: ParameterCoordinator | None = None
     """Gathers and releases sharded parameters; None where there are none."""

@@ -361,7 +361,7 @@ class _Compute:
             inputs = map_tensors(engine._cast_input, inputs)
         timer = parts.report.timers(FORWARD)
         timer.start()
-        with engine._autocast():
+        with engine._autocast(), parts.products():
             outputs = engine.module.forward_chunk(chunk, inputs, number)
         timer.stop()
         return outputs

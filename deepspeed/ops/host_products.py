@@ -14,30 +14,35 @@ by one. `addmm` saves the transposed weight, the replacement does not, so both r
 on saved tensors are in force than at the beginning of the block, nothing is replaced. A recomputation around the block does
 all of it again.
 
-Lives here: the replacement and the question whether it pays. Called by `moe.experts` and `moe.stacked`.
+Lives here: the replacement and the question whether it pays. Called by the engines around forward, by `moe.experts` and
+`moe.stacked`, whose rows come together inside, and by `pipe.late_weights` for single products.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from deepspeed.common.saved_tensors import outer_hooks
 
-__all__ = ["fast_products", "is_mkl_slow"]
+__all__ = ["fast_products", "is_mkl_slow", "may_pay", "product"]
 
 _LEAST_PRODUCTS = 1 << 22
 """Multiply-adds below which the call costs more than it saves."""
+
+_LEAST_WEIGHT_NUMEL = 1 << 14
+"""Elements of a weight below which few batches reach that."""
 
 _PLAIN = (Tensor, nn.Parameter)  # other classes have a `F.linear` of their own
 
@@ -49,6 +54,22 @@ def is_mkl_slow() -> bool:
     if not has_both or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
     return "AVX512" in torch.backends.cpu.get_cpu_capability() and _maker() not in (None, "GenuineIntel")
+
+
+def may_pay(weights: Iterable[tuple[Sequence[int], torch.dtype]], device: torch.device) -> bool:
+    """Whether `fast_products` may be of use to layers with such weights, (shape, dtype) each: it costs a little per call."""
+    return device.type == "cpu" and is_mkl_slow() and any(_is_large(*weight) for weight in weights)
+
+
+def _is_large(shape: Sequence[int], dtype: torch.dtype) -> bool:
+    return dtype == torch.float32 and len(shape) == 2 and math.prod(shape) >= _LEAST_WEIGHT_NUMEL  # a matrix
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear` without a gradient, by the faster library."""
+    if is_mkl_slow() and _may_replace() and _is_suited(x, weight, bias):
+        return _product(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], weight.shape[0])
+    return F.linear(x, weight, bias)
 
 
 def _maker(info: Path = Path("/proc/cpuinfo")) -> str | None:
@@ -91,6 +112,8 @@ def _may_replace() -> bool:
         and bool(torch.backends.mkldnn.enabled)
         and not torch.is_autocast_enabled("cpu")
         and not torch._C._are_functorch_transforms_active()
+        and torch._C._len_torch_dispatch_stack() == 0  # whoever watches operators knows torch's own
+        and forward_ad._current_level < 0
     )
 
 
@@ -119,9 +142,10 @@ class _Linear(torch.autograd.Function):
         return _product(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a second derivative is wanted: of operators that have one
+            return _differentiable(gradient, x, weight, has_bias=ctx.needs_input_grad[2])
         gradient_RN = gradient.reshape(-1, gradient.shape[-1]).contiguous()
         of_x = of_weight = None
         if weight is not None:
@@ -130,6 +154,15 @@ class _Linear(torch.autograd.Function):
             of_weight = _product(gradient_RN.t(), x.reshape(-1, x.shape[-1]).t(), None)
         of_bias = gradient_RN.sum(dim=0) if ctx.needs_input_grad[2] else None
         return of_x, of_weight, of_bias
+
+
+def _differentiable(
+    gradient: Tensor, x: Tensor | None, weight: Tensor | None, *, has_bias: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    gradient_RN = gradient.reshape(-1, gradient.shape[-1])
+    of_x = None if weight is None else gradient @ weight
+    of_weight = None if x is None else gradient_RN.t() @ x.reshape(-1, x.shape[-1])
+    return of_x, of_weight, gradient_RN.sum(dim=0) if has_bias else None
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

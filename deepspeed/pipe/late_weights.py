@@ -4,9 +4,9 @@
           (input, gradient of the output) are kept
     W     kept pairs -> gradient of weight and bias           nobody waits for it; it fills the bubble
 
-The products are autograd's own, so the numbers are the same to the last bit; they are accumulated by autograd too, so hooks
-see them as always. Layers that do not call `torch.nn.functional.linear` on a parameter are computed whole in B, and so are
-those that are recomputed.
+The products are those of `F.linear` and its backward, by the faster of torch's libraries (`ops.host_products`). Gradients
+are accumulated by autograd, so hooks see them as always. Layers that do not call `torch.nn.functional.linear` on a parameter
+are computed whole in B, and so are those that are recomputed.
 
 Source: zero-bubble pipelines (arXiv:2401.10241), section 2. Called by `engine.pipeline_batch`.
 """
@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from deepspeed.ops.host_products import product
 
 __all__ = ["LateWeights"]
 
@@ -82,20 +84,20 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, layer: _Layer) -> Tensor:
         ctx.save_for_backward(input)
         ctx.layer = layer
-        return F.linear(input, layer.weight, layer.bias)
+        return product(input, layer.weight, layer.bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (input,), (weight, bias, owed) = ctx.saved_tensors, ctx.layer
         trained_bias = bias if bias is not None and bias.requires_grad else None
         owed.append(lambda: _of_weights(input, weight, trained_bias, grad))
-        return grad.matmul(weight), None
+        return product(grad, weight.t()), None
 
 
 def _of_weights(input: Tensor, weight: Tensor, bias: Tensor | None, grad: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     """What `torch.autograd.backward` is to be called with."""
     rows_N, grads_N = input.reshape(-1, input.shape[-1]), grad.reshape(-1, grad.shape[-1])
-    leaves, gradients = [weight.view_as(weight)], [grads_N.t().mm(rows_N)]
+    leaves, gradients = [weight.view_as(weight)], [product(grads_N.t(), rows_N.t())]
     if bias is not None:
         leaves.append(bias.view_as(bias))
         gradients.append(grads_N.sum(0))

@@ -7,7 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from deepspeed.ops import host_products
 from deepspeed.ops.host_products import fast_products, is_mkl_slow
@@ -206,3 +208,44 @@ def test_the_maker_is_read_from_the_first_processor(tmp_path: Path) -> None:
     info.write_text("processor\t: 0\n")
     assert host_products._maker(info) is None
     assert host_products._maker(tmp_path / "none") is None
+
+
+@pytest.mark.usefixtures("_paying")
+def test_a_second_derivative_is_that_of_linear() -> None:
+    layer = nn.Linear(256, 512)
+    x = torch.randn(64, 256, requires_grad=True)
+    with fast_products(CPU):
+        output = layer(x)
+
+    def second(out: Tensor) -> tuple[Tensor, ...]:
+        (first,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), [x, *layer.parameters()])
+
+    for one, two in zip(second(output), second(F.linear(x, layer.weight, layer.bias)), strict=True):
+        # fp32 on both sides, sums of 512 products thrice over: relative to the largest
+        assert (one - two).abs().max() <= 1e-4 * two.abs().max()
+
+
+@pytest.mark.usefixtures("_paying")
+def test_what_watches_operators_sees_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = _calls(monkeypatch)
+    layer, x = nn.Linear(256, 512), torch.randn(64, 256)
+    with fast_products(CPU), FlopCounterMode(display=False) as counter:
+        layer(x)
+    assert counter.get_total_flops() == 2 * 64 * 256 * 512
+    assert not seen
+
+
+@pytest.mark.usefixtures("_paying")
+def test_forward_derivatives_are_torchs_own() -> None:
+    layer, x, tangent = nn.Linear(256, 512), torch.randn(64, 256), torch.randn(64, 256)
+    with forward_ad.dual_level(), fast_products(CPU):
+        got = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, tangent))).tangent
+    torch.testing.assert_close(got, F.linear(tangent, layer.weight))
+
+
+@pytest.mark.usefixtures("_paying")
+def test_it_pays_for_large_fp32_weights_alone() -> None:
+    assert host_products.may_pay([((8,), torch.float32), ((256, 256), torch.float32)], CPU)
+    assert not host_products.may_pay([((256, 256), torch.bfloat16), ((8, 8), torch.float32)], CPU)
+    assert not host_products.may_pay([((256, 256), torch.float32)], torch.device("meta"))
