@@ -36,7 +36,7 @@ from torch.overrides import TorchFunctionMode
 
 from deepspeed.common.saved_tensors import outer_hooks
 
-__all__ = ["fast_products", "is_mkl_slow", "may_pay", "product"]
+__all__ = ["fast_products", "is_mkl_slow", "linear", "may_pay", "product"]
 
 _LEAST_PRODUCTS = 1 << 22
 """Multiply-adds below which the call costs more than it saves."""
@@ -63,6 +63,14 @@ def may_pay(weights: Iterable[tuple[Sequence[int], torch.dtype]], device: torch.
 
 def _is_large(shape: Sequence[int], dtype: torch.dtype) -> bool:
     return dtype == torch.float32 and len(shape) == 2 and math.prod(shape) >= _LEAST_WEIGHT_NUMEL  # a matrix
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear` with its gradients, by the faster library."""
+    if is_mkl_slow() and _may_replace() and _is_suited(x, weight, bias):
+        output: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+        return output
+    return F.linear(x, weight, bias)
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from deepspeed.ops.host_products import product
+from deepspeed.ops.host_products import linear, product
 
 __all__ = ["LateWeights"]
 
@@ -52,8 +52,10 @@ class LateWeights(TorchFunctionMode):
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         is_trained_leaf = weight.is_leaf and weight.requires_grad and (bias is None or bias.is_leaf)
         # Where no gradient of the input is wanted, nobody waits for this backward.
-        if not (is_trained_leaf and input.requires_grad) or torch.is_autocast_enabled(input.device.type) or _is_hooked():
+        if torch.is_autocast_enabled(input.device.type) or _is_hooked():
             return F.linear(input, weight, bias)
+        if not (is_trained_leaf and input.requires_grad):
+            return linear(input, weight, bias)
         apply: Callable[..., Tensor] = _Linear.apply
         return apply(input, _Layer(weight, bias, self._owed))
 
