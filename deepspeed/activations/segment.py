@@ -35,6 +35,7 @@ from deepspeed.activations.keeping import Keeper, Kept, Row
 from deepspeed.activations.random_states import CudaRNGStatesTracker
 from deepspeed.common.pytree import split_tensors
 from deepspeed.common.saved_tensors import outer_hooks, unchanged
+from deepspeed.ops.host_products import repeated
 
 __all__ = ["Checkpointer"]
 
@@ -111,6 +112,7 @@ class _Segment:
         self._nested = nested
         self._is_reentrant = False
         self._states: dict[str, Tensor] | None = None  # of the streams when it first began
+        self._products = repeated()
 
     def run(self, tensors: Sequence[Tensor], *, use_reentrant: bool) -> Any:
         self._is_reentrant = use_reentrant
@@ -132,14 +134,14 @@ class _Segment:
         args, kwargs = self._rebuild(tensors)
         if self._states is None:
             return self._first(args, kwargs)
-        with self._nested(), self._streams.restored(self._states), self._boundary.recomputation():
+        with self._nested(), self._streams.restored(self._states), self._boundary.recomputation(), self._products():
             return self._function(*args, **kwargs)
 
     def _first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._states = self._streams.get_states()
         if not self._is_reentrant:
             self._seal()
-        with self._nested(), self._boundary.forward():
+        with self._nested(), self._boundary.forward(), self._products():
             return self._function(*args, **kwargs)
 
 

@@ -12,10 +12,10 @@ round to fp32 and add in their own order. Where MKL is fast, or oneDNN missing o
 expert) runs again in backward, outside of it, and puts what autograd saves then in the places of what it saved before, one
 by one. `addmm` saves the transposed weight, the replacement does not, so both runs must take the same one: where other hooks
 on saved tensors are in force than at the beginning of the block, nothing is replaced. A recomputation around the block does
-all of it again.
+all of it again. Our own (`activations.segment`) asks `repeated` for a block that both runs enter.
 
-Lives here: the replacement and the question whether it pays. Called by the engines around forward, by `moe.experts` and
-`moe.stacked`, whose rows come together inside, and by `pipe.late_weights` for single products.
+Lives here: the replacement and the question whether it pays. Called by the engines around forward, by `activations.segment`,
+by `moe.experts` and `moe.stacked`, whose rows come together inside, and by `pipe.late_weights` for single products.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import contextlib
 import functools
 import math
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from torch.overrides import TorchFunctionMode
 
 from deepspeed.common.saved_tensors import outer_hooks
 
-__all__ = ["fast_products", "is_mkl_slow", "linear", "may_pay", "product"]
+__all__ = ["fast_products", "is_mkl_slow", "linear", "may_pay", "product", "repeated"]
 
 _LEAST_PRODUCTS = 1 << 22
 """Multiply-adds below which the call costs more than it saves."""
@@ -95,10 +96,31 @@ def fast_products(device: torch.device) -> contextlib.AbstractContextManager[obj
     return _ByOneDnn()
 
 
+def repeated() -> Callable[[], contextlib.AbstractContextManager[object]]:
+    """Makes the context in which products are as they are now, for a function that runs now and again later."""
+    return _ByOneDnn if _blocks.entered else contextlib.nullcontext
+
+
+class _Blocks(threading.local):
+    entered = 0
+
+
+_blocks = _Blocks()
+
+
 class _ByOneDnn(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._hooks = outer_hooks()
+
+    def __enter__(self) -> TorchFunctionMode:
+        _blocks.entered += 1
+        entered: TorchFunctionMode = super().__enter__()  # type: ignore[no-untyped-call]
+        return entered
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        _blocks.entered -= 1
 
     def __torch_function__(
         self,

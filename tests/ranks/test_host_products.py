@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from deepspeed.activations import checkpointing
 from deepspeed.ops import host_products
 from deepspeed.pipe.module import PipelineModule
 from tests.support.engines import Outcome, config, make_engine, train, zero
@@ -23,6 +25,14 @@ pytestmark = pytest.mark.skipif(not HAS_ONEDNN, reason="this torch has no oneDNN
 
 ROUNDING = 1e-5
 """Of fp32: sums of 256 products in another order, in three steps of Adam, which divides by small numbers near zero."""
+
+
+RECOMPUTE = {
+    "ours": checkpointing.checkpoint,
+    "ours, reentrant": checkpointing.reentrant_checkpoint,
+    "torch's": functools.partial(checkpoint, use_reentrant=False),
+    "torch's, reentrant": functools.partial(checkpoint, use_reentrant=True),
+}
 
 
 class Wide(TinyModel):
@@ -43,11 +53,8 @@ class Wide(TinyModel):
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         inputs = inputs.requires_grad_()
-        hidden = (
-            checkpoint(self.hidden, inputs, use_reentrant=self.recomputed == "reentrant")
-            if self.recomputed
-            else self.hidden(inputs)
-        )
+        checkpoint = RECOMPUTE.get(self.recomputed)
+        hidden = self.hidden(inputs) if checkpoint is None else checkpoint(self.hidden, inputs)
         return F.mse_loss(self.second(hidden), targets)
 
 
@@ -82,14 +89,14 @@ def _train(rank: int, world_size: int, stage: int, recomputed: str) -> tuple[Out
     return train(engine, make_batches(_wide(), STEPS, 1, world_size, ROWS), rank), count[0]
 
 
-@pytest.mark.parametrize("recomputed", ["", "reentrant", "not reentrant"])
+@pytest.mark.parametrize("recomputed", ["", *RECOMPUTE])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_stage_trains_as_plain_torch(stage: int, recomputed: str) -> None:
     reference = train_reference(_wide(), _sgd, make_batches(_wide(), STEPS, 1, 2, ROWS))
     for outcome, count in run_ranks(_train, 2, stage, recomputed):
         assert relative_difference(outcome.weights, reference.weights) < ROUNDING
         of_second = 3 * STEPS  # forward, and both products of backward
-        of_first = {"": 3 * STEPS, "reentrant": STEPS, "not reentrant": 0}[recomputed]
+        of_first = {"": 3, "ours": 4, "ours, reentrant": 4, "torch's": 0, "torch's, reentrant": 1}[recomputed] * STEPS
         assert count == of_second + of_first
 
 
