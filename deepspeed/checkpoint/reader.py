@@ -20,17 +20,19 @@ from torch import Tensor
 from deepspeed.checkpoint.agreement import Ranks
 from deepspeed.checkpoint.disk import names, strict_json
 from deepspeed.checkpoint.disk.client_state import decode_client_state
-from deepspeed.checkpoint.disk.container import Header, dtype_of, read_header, read_range
+from deepspeed.checkpoint.disk.container import Header, dtype_of, read_header
 from deepspeed.checkpoint.disk.file_check import check_runs, share_blocks
+from deepspeed.checkpoint.disk.gathering import gather_rows
 from deepspeed.checkpoint.disk.manifest import Manifest, Part, TensorEntry, parts_of
 from deepspeed.checkpoint.disk.range_check import prepare_out, unknown_tensor
+from deepspeed.checkpoint.disk.safetensors_header import read_into
+from deepspeed.checkpoint.parts import fill
 from deepspeed.checkpoint.source import EngineState
 from deepspeed.errors import CheckpointDamagedError
+from deepspeed.sharding.cut import Cut
+from deepspeed.sharding.recut import rows_of, uncut
 
 __all__ = ["CheckpointReader"]
-
-_STAGING_NUMEL = 1 << 22
-"""Elements read at a time when they cannot go straight into the destination."""
 
 
 class CheckpointReader:
@@ -42,6 +44,9 @@ class CheckpointReader:
         self.manifest = Manifest.parse(_read_file(folder / names.MANIFEST_FILE), str(folder / names.MANIFEST_FILE))
         self._ranks = ranks
         self._headers: dict[str, tuple[Path, Header]] = {}
+        self._cuts: dict[str, Cut] = {
+            name: entry.cut.cut_of(entry.shape) for name, entry in self.manifest.tensors.items() if entry.cut is not None
+        }
 
     @cached_property
     def state(self) -> EngineState:
@@ -83,7 +88,7 @@ class CheckpointReader:
         return dtype_of(self._tensor(name).dtype, f"tensor {name!r}")
 
     def read(self, name: str, start: int = 0, length: int | None = None, out: Tensor | None = None) -> Tensor:
-        """Read elements `[start, start + length)` of the flattened tensor, and no other bytes.
+        """Read elements `[start, start + length)` of the flattened tensor, and no other bytes where it is not cut.
 
         Args:
             name: the tensor's global name.
@@ -99,12 +104,28 @@ class CheckpointReader:
             ArgumentError: the range or `out` does not fit the tensor, or there is no tensor of that name.
             CheckpointDamagedError: a file ends too early or does not hold what the manifest says.
         """
-        entry = self._tensor(name)
+        dtype, cut = self.dtype(name), self.cut(name)
+        out = prepare_out(name, self._tensor(name).numel, dtype, start, length, out)
+        if cut is None:
+            return self.read_stored(name, start, out)
+        whole = uncut(cut.shape, cut.dim)
+
+        def read(at: int, into: memoryview) -> None:
+            rows = rows_of(cut, whole, 0, start + at, len(into) // dtype.itemsize)
+            gather_rows(rows, dtype.itemsize, lambda first, block: self._read_bytes(name, first, block), into)
+
+        fill(out, dtype, read)
+        return out
+
+    def cut(self, name: str) -> Cut | None:
+        """How the tensor is stored in parts; None: in its own order."""
+        return self._cuts.get(name)
+
+    def read_stored(self, name: str, start: int, out: Tensor) -> Tensor:
+        """As `read`, where elements count in stored order."""
         dtype = self.dtype(name)
-        out = prepare_out(name, entry.numel, dtype, start, length, out)
-        is_direct = out.device.type == "cpu" and out.dtype == dtype and out.is_contiguous()
-        for part in parts_of(entry.fragments, start, out.numel()):
-            self._read_part(part, dtype, out.detach()[part.at : part.at + part.length], is_direct)
+        prepare_out(name, self._tensor(name).stored_numel, dtype, start, None, out)
+        fill(out, dtype, lambda at, into: self._read_bytes(name, start + at, into))
         return out
 
     def check_own_share(self) -> None:
@@ -116,7 +137,16 @@ class CheckpointReader:
         files = self.manifest.files
         check_runs(self.folder, files, share_blocks(files, self._ranks.world_size)[self._ranks.rank])
 
-    def _read_part(self, part: Part, dtype: torch.dtype, out: Tensor, is_direct: bool) -> None:
+    def _read_bytes(self, name: str, start: int, into: memoryview) -> None:
+        """Fill bytes with the elements of stored order from `start` on."""
+        dtype = self.dtype(name)
+        for part in parts_of(self._tensor(name).fragments, start, len(into) // dtype.itemsize):
+            path, start_nbytes = self._place_of(part, dtype)
+            place = into[part.at * dtype.itemsize : (part.at + part.length) * dtype.itemsize]
+            read_into(path, start_nbytes, place)
+
+    def _place_of(self, part: Part, dtype: torch.dtype) -> tuple[Path, int]:
+        """The file of a part, and the byte where it begins there."""
         path, header = self._opened(part.file)
         located = header.tensors.get(part.key)
         if located is None or located.dtype != dtype or located.numel < part.start + part.length:
@@ -124,13 +154,7 @@ class CheckpointReader:
                 f"{path} does not hold {part.length} elements of {part.key!r} as {dtype} from element "
                 f"{part.start}, which {names.MANIFEST_FILE} promises: {'no such key' if located is None else located}."
             )
-        if is_direct:
-            read_range(path, located, part.start, out)
-            return
-        for at in range(0, part.length, _STAGING_NUMEL):
-            staged = torch.empty(min(_STAGING_NUMEL, part.length - at), dtype=dtype)
-            read_range(path, located, part.start + at, staged)
-            out[at : at + staged.numel()].copy_(staged)
+        return path, located.start_nbytes + part.start * dtype.itemsize
 
     def _tensor_reader(self, tensor_name: Any) -> Any:
         """How a decoder gets the tensor of a number, in its own shape."""

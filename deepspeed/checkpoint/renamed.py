@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.checkpoint.source import CheckpointSource, EngineState
+from deepspeed.sharding.cut import Cut
 
 __all__ = ["RenamedSource", "under_tied_names"]
 
@@ -115,6 +116,14 @@ class RenamedSource:
     def read(self, name: str, start: int = 0, length: int | None = None, out: Tensor | None = None) -> Tensor:
         """See `CheckpointSource`."""
         return self._source.read(self._there(name), start, length, out)
+
+    def cut(self, name: str) -> Cut | None:
+        """See `CheckpointSource`."""
+        return self._source.cut(self._there(name))
+
+    def read_stored(self, name: str, start: int, out: Tensor) -> Tensor:
+        """See `CheckpointSource`."""
+        return self._source.read_stored(self._there(name), start, out)
 
     def check_own_share(self) -> None:
         """See `CheckpointSource`."""

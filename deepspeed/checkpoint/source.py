@@ -17,6 +17,9 @@ from typing import Any, Protocol, TypedDict
 
 import torch
 from torch import Tensor
+from typing_extensions import NotRequired
+
+from deepspeed.sharding.cut import Cut
 
 __all__ = ["CheckpointSource", "EngineState", "OptimizerState"]
 
@@ -47,6 +50,9 @@ class EngineState(TypedDict):
     """Micro-batches so far; where it is not stored: global steps times accumulation steps."""
 
     dp_world_size: int
+    mesh: NotRequired[Mapping[str, int]]
+    """Ranks along each axis of the mesh that has more than one; absent where the layout does not say."""
+
     zero_stage: int
     ds_config: Mapping[str, Any] | None
     """The configuration of the engine that saved, without secrets; None where it is not stored."""
@@ -115,6 +121,8 @@ class CheckpointSource(Protocol):
     def read(self, name: str, start: int = 0, length: int | None = None, out: Tensor | None = None) -> Tensor:
         """Read elements `[start, start + length)` of the flattened tensor, and no other bytes.
 
+        Where the tensor is stored in parts, they are put together in blocks of rows; `parts.read_part` reads a part.
+
         Args:
             name: the tensor's global name.
             start: first element.
@@ -129,6 +137,12 @@ class CheckpointSource(Protocol):
             ArgumentError: the range or `out` does not fit the tensor, or there is no tensor of that name.
             CheckpointDamagedError: a file ends too early or does not hold what it should.
         """
+
+    def cut(self, name: str) -> Cut | None:
+        """How the tensor is stored in parts; None: in its own order."""
+
+    def read_stored(self, name: str, start: int, out: Tensor) -> Tensor:
+        """As `read`, where elements count in stored order: those of the parts of `cut(name)`, one after another."""
 
     def check_own_share(self) -> None:
         """Compare this rank's share of the files with the checksums that the layout has. Not collective.

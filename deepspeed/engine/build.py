@@ -32,6 +32,7 @@ from deepspeed.engine.alike import check_alike, common_description, description
 from deepspeed.engine.axes import ModelAxes
 from deepspeed.engine.basic_optimizer import choose_optimizer, choose_schedule
 from deepspeed.engine.checkpointing import Checkpointing
+from deepspeed.engine.cuts import Cuts
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.expert_report import ExpertReport
 from deepspeed.engine.experts import gather_experts_together, is_name_of_experts, refuse_for_experts
@@ -44,7 +45,6 @@ from deepspeed.engine.report import StepReport
 from deepspeed.engine.request import EngineRequest
 from deepspeed.engine.same_inputs import SameInputs
 from deepspeed.engine.stage import refuse_for_pipelines
-from deepspeed.engine.stretches import Stretches
 from deepspeed.engine.tensor_parts import TensorParts, refuse_for_parts
 from deepspeed.engine.terms import Terms
 from deepspeed.engine.tiers import optimizer_tier
@@ -122,8 +122,8 @@ def _choose_parts(request: EngineRequest, terms: Terms) -> EngineParts:
         checkpointing=Checkpointing.of(config, mesh),
         stage=request.stage,
         of_experts=is_name_of_experts(module),
-        stretches=Stretches(module),
         products=products,
+        cuts=Cuts.of_mesh(module, mesh),
         same_inputs=SameInputs(mesh.axis("tensor"), terms.device),
         coordinator=coordinator,
         optimizer=trained,

@@ -5,7 +5,7 @@
 
 Ranks that hold copies of experts help to gather them where they are sharded; those beside rank 0 send.
 
-Does not live here: entries of one rank (`whole_weights`), stacked experts (`stacked_weights`), stages of a pipeline
+Does not live here: entries of one rank (`whole_weights`), stacked experts (`cut_weights`), stages of a pipeline
 (`stage_weights`), what becomes of the values (`whole_model`, which calls this).
 """
 
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from deepspeed import comm
 from deepspeed.checkpoint.export.model_file import ModelEntry
+from deepspeed.engine.cut_weights import CutWeights
 from deepspeed.engine.sent_weights import receive_value, send_value
-from deepspeed.engine.stacked_weights import StackedWeights
 from deepspeed.engine.whole_weights import WholeWeights
 from deepspeed.topology.mesh import AxisGroup
 
@@ -32,7 +32,7 @@ class ExpertWeights:
 
     Args:
         dense: what all of them hold.
-        stacked: what each holds a stretch of.
+        stacked: what each holds a part of.
         experts: of this rank's experts.
         axis: the expert-parallel ranks.
         device: where messages are received.
@@ -45,8 +45,8 @@ class ExpertWeights:
 
     def __init__(
         self,
-        dense: WholeWeights,
-        stacked: StackedWeights,
+        dense: WholeWeights | CutWeights,
+        stacked: CutWeights,
         experts: WholeWeights,
         axis: AxisGroup,
         device: torch.device,

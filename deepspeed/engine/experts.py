@@ -2,7 +2,7 @@
 
     expert-parallel rank 0    moe.experts.deepspeed_experts.0, .1       other ranks hold others in their place:
     expert-parallel rank 1    moe.experts.deepspeed_experts.2, .3       other axes (`axes`), other names
-    stacked (`moe.auto_ep`)   mlp.experts.gate_up_proj                  other axes, the same names (`stretches`)
+    stacked (`moe.auto_ep`)   mlp.experts.gate_up_proj                  other axes, the same names (`cuts`)
 
 Layers with ep_size 1 hold all experts on every rank and are dense here. Names are global (docs/adr/0016), so whatever goes
 by name (checkpoints, exports) takes the experts of all ranks for one model's.

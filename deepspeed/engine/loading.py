@@ -26,7 +26,7 @@ from deepspeed.checkpoint.save.tiers import choose_load_dir, load_places
 from deepspeed.checkpoint.source import OptimizerState
 from deepspeed.common.logging import get_logger, warn_once
 from deepspeed.engine.own_state import OwnState, fitting_own_state
-from deepspeed.engine.random_state import set_random_state
+from deepspeed.engine.random_state import set_random_state, start_alike
 from deepspeed.engine.stage_facts import ModelNames, agreed, names_of_model
 from deepspeed.engine.weights import extra_state, persistent_buffers, set_extra_state, some_names, unmanaged_parameters
 from deepspeed.errors import CheckpointError
@@ -35,6 +35,7 @@ from deepspeed.zero.state_io import agree_on_scalars, load_state
 
 if TYPE_CHECKING:
     from deepspeed.config import DeepSpeedConfig
+    from deepspeed.engine.cuts import Cuts
     from deepspeed.engine.parts import EngineParts
     from deepspeed.zero.optimizer import ZeroOptimizer
 
@@ -163,8 +164,8 @@ class LoadingMembers:
 
         stored, optimizer_load = agreed(check, holders)
         rank_state = self._rank_state_in(source, only_module=only_module)
-        has_as_many_ranks = source.state["dp_world_size"] == self._parts.mesh.data_parallel.size
-        own = cast(OwnState, rank_state if has_as_many_ranks else {})
+        is_as_saved = self._has_ranks_of(source)
+        own = cast(OwnState, rank_state if is_as_saved else {})
         own = fitting_own_state(own, self._parts.of_experts, self._parts.mesh.axis("expert").size)
         if stored is None:
             assert custom_load_fn is not None  # else there are fitting weights
@@ -178,6 +179,15 @@ class LoadingMembers:
                 self._parts.loss_guard.scaler.load_state_dict(source.state["loss_scaler"])
         if not only_module:
             self._load_progress(source, rank_state, with_schedule)
+            if not is_as_saved:
+                start_alike(self._parts.partition.axes.tensor)
+
+    def _has_ranks_of(self, source: CheckpointSource) -> bool:
+        """Whether as many ranks wrote it along the axes whose ranks hold the same, or are to draw the same numbers."""
+        mesh = self._parts.mesh
+        sizes = source.state.get("mesh", {})
+        is_shared_alike = all(mesh.axis(axis).size == sizes.get(axis, 1) for axis in ("sequence", "tensor"))
+        return is_shared_alike and source.state["dp_world_size"] == mesh.data_parallel.size
 
     def _rank_state_in(self, source: CheckpointSource, *, only_module: bool) -> dict[str, Any]:
         """What this rank stored for itself, as far as it is needed."""
@@ -199,23 +209,22 @@ class LoadingMembers:
 
     def _load_module(self, source: CheckpointSource, stored: Mapping[str, str], own_buffers: Mapping[str, Tensor]) -> None:
         """Read every value that the model and the checkpoint both have; `stored` as `_fitting` gives it."""
-        stretches = self._parts.stretches
+        cuts = self._parts.cuts
         for flat in self._parts.partition.flats:
             with flat.replacing():  # one after another: what a rank meets in one, all know before they enter the next
                 for f in flat.own_fragments():
                     name = flat.members[f.index].name
                     if name in stored:
                         with flat.editing_master(f.buffer_start, f.buffer_start + f.numel, reads=False) as place:
-                            start = stretches.of(name, flat.shapes[f.index]).start
-                            source.read(stored[name], start + f.param_start, out=place)
+                            cuts.read(source, stored[name], name, f.param_start, place)
                 if not self._config.zero_optimization.load_from_fp32_weights:
                     flat.round_masters()
         for name, tensor in self._others():
             if name in own_buffers and name in stored:
                 tensor.copy_(own_buffers[name])
             elif name in stored:
-                whole = stretches.of(name, tensor.shape)
-                tensor.copy_(source.read(stored[name], whole.start, tensor.numel()).view(tensor.shape))
+                values = torch.empty(tensor.numel(), dtype=source.dtype(stored[name]))
+                tensor.copy_(cuts.read(source, stored[name], name, 0, values).view(tensor.shape))
 
     def _others(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters and buffers that no flat group manages."""
@@ -228,7 +237,7 @@ class LoadingMembers:
         flats = self._parts.partition.flats
         shapes = {m.name: tuple(shape) for flat in flats for m, shape in zip(flat.members, flat.shapes, strict=True)}
         shapes.update((name, tuple(tensor.shape)) for name, tensor in self._others())
-        return {name: self._parts.stretches.of(name, shape).shape for name, shape in shapes.items()}
+        return {name: self._parts.cuts.shape(name, shape) for name, shape in shapes.items()}
 
     def _fitting(self, source: CheckpointSource, model: ModelNames, *, strict: bool) -> dict[str, str]:
         """Name of each weight and buffer that this rank's module and the checkpoint both have -> the stored tensor."""
@@ -258,8 +267,7 @@ class LoadingMembers:
         stored = source.state["optimizer"]
         if self.optimizer is None or stored is None:
             return None
-        starts = {name: self._parts.stretches.of(name, ()).start for group in model.members for name in group}
-        return _fitting_optimizer(self.optimizer, source, stored, model.members, starts)
+        return _fitting_optimizer(self.optimizer, source, stored, model.members, self._parts.cuts)
 
     def _load_progress(self, source: CheckpointSource, rank_state: Mapping[str, Any], with_schedule: bool) -> None:
         """Counters, schedule, place in the data, random generators; `rank_state` is what this rank stored for itself."""
@@ -296,9 +304,9 @@ def _fitting_optimizer(
     source: CheckpointSource,
     stored: OptimizerState,
     group_names: Sequence[Sequence[str]],
-    starts: Mapping[str, int],
+    cuts: Cuts,
 ) -> Callable[[], None]:
-    """See `LoadingMembers._fitting_optimizer`; `starts` says where each parameter begins in the stored one."""
+    """See `LoadingMembers._fitting_optimizer`; `cuts` says what is a part of the stored."""
     keys: dict[str, list[str]] = {}
     for tensor in source.names("optimizer/"):  # first: a layout that cannot name them says why
         parameter, key = names.split_optimizer_tensor(tensor)
@@ -320,7 +328,7 @@ def _fitting_optimizer(
         optimizer.master,
         keys=lambda name: keys.get(name, []),
         dtype=lambda name, key: source.dtype(names.optimizer_tensor(name, key)),
-        read=lambda name, key, start, out: source.read(names.optimizer_tensor(name, key), starts[name] + start, out=out),
+        read=lambda name, key, start, out: cuts.read(source, names.optimizer_tensor(name, key), name, start, out),
         agreed=agreed,
         groups=groups,
     )

@@ -12,7 +12,8 @@ Lives here: which values are a rank's own. Does not live here: storing them (`sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypedDict, cast
 
 import xxhash
@@ -24,6 +25,7 @@ from deepspeed.checkpoint.disk import strict_json
 from deepspeed.checkpoint.disk.client_state import encode_client_state
 from deepspeed.checkpoint.disk.container import bytes_of, dtype_name
 from deepspeed.engine.axes import ModelAxes
+from deepspeed.engine.cuts import Cuts
 from deepspeed.engine.experts import is_name_of_experts
 from deepspeed.engine.weights import extra_state, persistent_buffers
 from deepspeed.errors import CheckpointError
@@ -45,17 +47,25 @@ class OwnState(TypedDict, total=False):
     """Ranks that experts were spread over; absent where they were not."""
 
 
-def own_state(module: nn.Module, axes: ModelAxes) -> Callable[[], OwnState]:
-    """Find what of `module` is to be stored for this rank alone. Collective over the data-parallel ranks.
+def own_state(module: nn.Module, axes: ModelAxes, cuts: Cuts) -> Callable[[], OwnState]:
+    """Find what of `module` is to be stored for this rank alone. Collective over the ranks of a stage.
+
+    Args:
+        module: the model, or a stage of it.
+        axes: its ranks.
+        cuts: what it holds parts of, which no other rank holds.
 
     Returns:
         As `own_part_of_state`.
     """
     of_experts = is_name_of_experts(module)
-    dense = own_part_of_state(module, _ranks(axes.dense.data), lambda name: not of_experts(name))
+    tensor = _ranks(axes.tensor)
+    dense = own_part_of_state(
+        module, (_ranks(axes.dense.data), tensor), lambda name: not of_experts(name) and name not in cuts
+    )
     if axes.experts.data is axes.dense.data:
         return dense
-    experts = own_part_of_state(module, _ranks(axes.experts.data), of_experts)
+    experts = own_part_of_state(module, (_ranks(axes.experts.data), tensor), of_experts)
 
     def both() -> OwnState:
         parts = (dense(), experts())
@@ -83,11 +93,11 @@ def _ranks(axis: AxisGroup) -> Ranks:
     return ranks_of(axis.rank, axis.size, axis.group if axis.size > 1 else None)
 
 
-def own_part_of_state(module: nn.Module, ranks: Ranks, wanted: Callable[[str], bool]) -> Callable[[], OwnState]:
+def own_part_of_state(module: nn.Module, axes: Sequence[Ranks], wanted: Callable[[str], bool]) -> Callable[[], OwnState]:
     """Find what of the `wanted` names is to be stored for this rank alone; nothing on the first rank.
 
-    Collective over `ranks`. Nothing is sent where there is neither a persistent buffer nor extra state: the ranks hold
-    modules of one structure.
+    Collective over the ranks of `axes`, one axis after the other; the first rank is that of all axes. Nothing is sent where
+    there is neither a persistent buffer nor extra state: the ranks hold modules of one structure.
 
     Returns:
         What gives the result. It raises CheckpointError where a buffer has another shape or dtype than on the first rank,
@@ -95,20 +105,20 @@ def own_part_of_state(module: nn.Module, ranks: Ranks, wanted: Callable[[str], b
     """
     buffers = {name: buffer for name, buffer in persistent_buffers(module) if wanted(name)}
     extra = {name: value for name, value in extra_state(module).items() if wanted(name)}
-    if ranks.world_size == 1 or not (buffers or extra):
+    several = [ranks for ranks in axes if ranks.world_size > 1]
+    if not several or not (buffers or extra):
         return OwnState
     digests: dict[str, str] = {}
 
-    def describe() -> JsonValue:
+    def describe() -> dict[str, dict[str, str]]:
         digests.update((f"buffer {name}", _digest_of_tensor(name, buffer)) for name, buffer in buffers.items())
         digests.update((f"extra {name}", _digest_of_plain(name, value)) for name, value in extra.items())
-        forms = {name: _form(buffer) for name, buffer in buffers.items()}
-        return {"forms": forms, "digests": digests} if ranks.rank == 0 else None  # type: ignore[dict-item]
+        return {"forms": {name: _form(buffer) for name, buffer in buffers.items()}, "digests": digests}
 
-    first = cast("dict[str, dict[str, str]]", together(ranks, describe, lambda reports: reports[0]))
+    first = _first_of(several, describe)
 
     def different() -> OwnState:
-        _check_forms(buffers, first["forms"], ranks.rank)
+        _check_forms(buffers, first["forms"], " x ".join(str(ranks.rank) for ranks in several))
         own = OwnState()
         if kept := {name: b for name, b in buffers.items() if _differs(f"buffer {name}", digests, first["digests"])}:
             own["buffers"] = kept
@@ -119,18 +129,34 @@ def own_part_of_state(module: nn.Module, ranks: Ranks, wanted: Callable[[str], b
     return different
 
 
+def _first_of(axes: Sequence[Ranks], describe: Callable[[], dict[str, dict[str, str]]]) -> dict[str, dict[str, str]]:
+    """What `describe` gives on the rank that is the first of every axis; it is called on all of them."""
+    told = describe
+    for ranks in axes:
+        reported = together(ranks, partial(_of_first, told, ranks.rank), lambda reports: reports[0])
+        told = partial(cast, "dict[str, dict[str, str]]", reported)
+    return told()
+
+
+def _of_first(told: Callable[[], dict[str, dict[str, str]]], rank: int) -> JsonValue:
+    """What a rank reports of what it was told: only the first one's is needed."""
+    found = cast("JsonValue", told())
+    return found if rank == 0 else None
+
+
 def _differs(key: str, own: Mapping[str, str], first: Mapping[str, str]) -> bool:
     return own[key] != first.get(key)
 
 
-def _check_forms(buffers: Mapping[str, Tensor], first: Mapping[str, str], rank: int) -> None:
+def _check_forms(buffers: Mapping[str, Tensor], first: Mapping[str, str], rank: str) -> None:
     forms = {name: _form(buffer) for name, buffer in buffers.items()}
     for name in sorted(forms.keys() | first.keys()):
         own, needed = forms.get(name, "absent"), first.get(name, "absent")
         if own != needed:
             raise CheckpointError(
                 f"buffer {name!r} is {own} on data-parallel rank {rank} and {needed} on rank 0; a checkpoint needs the same "
-                "buffers on all ranks, of one shape and dtype. Make them so, or register it with persistent=False."
+                "buffers on all ranks, of one shape and dtype. Make them so, let cuts() of its module say how it was cut "
+                "over tensor-parallel ranks, or register it with persistent=False."
             )
 
 

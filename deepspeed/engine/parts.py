@@ -19,12 +19,12 @@ from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.batch import BatchSizes
 from deepspeed.engine.accumulation import Accumulation
 from deepspeed.engine.checkpointing import Checkpointing
+from deepspeed.engine.cuts import Cuts
 from deepspeed.engine.loss_guard import LossGuard
 from deepspeed.engine.partition import Partition
 from deepspeed.engine.report import StepReport
 from deepspeed.engine.same_inputs import SameInputs
 from deepspeed.engine.stage import Stage
-from deepspeed.engine.stretches import Stretches
 from deepspeed.topology.mesh import ParallelMesh
 from deepspeed.zero.coordinator import ParameterCoordinator
 from deepspeed.zero.optimizer import ZeroOptimizer
@@ -50,8 +50,8 @@ class EngineParts:
     of_experts: Callable[[str], bool]
     """Tells the names of what other ranks hold other experts in the place of."""
 
-    stretches: Stretches
-    """Of these, what is a part of a larger tensor."""
+    cuts: Cuts
+    """What is a part of a larger tensor."""
 
     same_inputs: SameInputs
     """Asks whether tensor-parallel ranks see the same data."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from deepspeed.config.batch import BatchSizes
 from deepspeed.data import RepeatingLoader
+from deepspeed.engine.cut_weights import parts_together
 from deepspeed.engine.members import CompatibleMembers
 from deepspeed.engine.stage_weights import StageWeights
 from deepspeed.engine.whole_weights import WholeWeights
@@ -146,4 +147,4 @@ class PipelineMembers(CompatibleMembers):
         if parts.mesh.axis("expert").rank > 0:  # another rank brings the rest
             own = {name: value for name, value in own.items() if parts.of_experts(name)}
         weights = WholeWeights(self.module, own, parts.partition.sharded, getattr(state_dict, "_metadata", None))
-        return StageWeights(weights, parts.mesh, parts.device)
+        return StageWeights(parts_together(weights, parts), parts.mesh, parts.device)

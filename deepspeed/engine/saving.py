@@ -40,8 +40,8 @@ from deepspeed.zero.state_io import join_scalars, scalars_of_slices, state_piece
 
 if TYPE_CHECKING:
     from deepspeed.config import DeepSpeedConfig
+    from deepspeed.engine.cuts import Cuts
     from deepspeed.engine.parts import EngineParts
-    from deepspeed.engine.stretches import Stretches
     from deepspeed.zero.flat import FlatGroup
     from deepspeed.zero.optimizer import ZeroOptimizer
 
@@ -99,7 +99,7 @@ class SavingMembers:
         if self.optimizer is not None:
             self.optimizer.master.adopt_edits()
             self.optimizer.master.drain()
-        own = own_state(self.module, self._parts.partition.axes)
+        own = own_state(self.module, self._parts.partition.axes, self._parts.cuts)
         content = Content(
             self._pieces(exclude_frozen_parameters),
             lambda: {**self._state(exclude_frozen_parameters)},
@@ -140,7 +140,7 @@ class SavingMembers:
             is_copy = any(member.name in elsewhere for member in flat.members)
             share = self._share(flat)
             if share.part is not None and not is_copy and not (exclude_frozen and not flat.kind.is_trained):
-                yield from _flat_pieces(flat, self._parts.stretches, share.parts, share.part)
+                yield from _flat_pieces(flat, self._parts.cuts, share.parts, share.part)
         if self.optimizer is not None:
             yield from self._state_pieces(self.optimizer, elsewhere)
 
@@ -152,26 +152,30 @@ class SavingMembers:
             for piece in state_pieces(optimizer.master, share.parts, share.part, flat):
                 if piece.member.name not in elsewhere:
                     name = names.optimizer_tensor(piece.member.name, piece.key)
-                    whole = self._parts.stretches.of(piece.member.name, piece.shape)
-                    yield Piece(name, whole.shape, whole.start + piece.start, piece.values)
+                    yield self._parts.cuts.piece(name, piece.member.name, piece.shape, piece.start, piece.values)
 
     def _share(self, flat: FlatGroup) -> Share:
         """How much of what ranks hold alike of `flat` this rank writes."""
-        return self._parts.checkpointing.write_shares.of(self._parts.partition.axes.of_kind(flat.kind).replica.ranks)
+        axes, shares = self._parts.partition.axes, self._parts.checkpointing.write_shares
+        share = shares.of(axes.of_kind(flat.kind).replica.ranks)
+        return share if flat.kind.is_part else shares.along(share, axes.tensor.ranks)
 
     def _other_pieces(self, elsewhere: Set[str], *, exclude_frozen: bool) -> Iterator[Piece]:
         axes, shares, of_experts = self._parts.partition.axes, self._parts.checkpointing.write_shares, self._parts.of_experts
+        cuts = self._parts.cuts
         managed = {member.name for flat in self._parts.partition.flats for member in flat.members}
         others = unmanaged_parameters(self.module, managed | elsewhere, exclude_frozen=exclude_frozen)
         for number, (name, param) in enumerate(others):
             share = shares.of((axes.experts if of_experts(name) else axes.dense).data.ranks)
+            if not cuts.is_along("tensor", name):
+                share = shares.along(share, axes.tensor.ranks)
             if number % share.parts == share.part:
-                whole = self._parts.stretches.of(name, param.shape)
-                yield Piece(names.module_tensor(name), whole.shape, whole.start, param)
+                yield cuts.piece(names.module_tensor(name), name, param.shape, 0, param)
         for name, buffer in persistent_buffers(self.module):
             data = (axes.experts if of_experts(name) else axes.dense).data
-            if data.rank == 0 and name not in elsewhere:  # all of one rank: what two made of their batches is not one model
-                yield Piece.whole(names.module_tensor(name), buffer)
+            is_first = data.rank == 0 and (axes.tensor.rank == 0 or cuts.is_along("tensor", name))
+            if is_first and name not in elsewhere:  # all of one rank: what two made of their batches is not one model
+                yield cuts.piece(names.module_tensor(name), name, buffer.shape, 0, buffer)
 
     def _state(self, exclude_frozen: bool) -> EngineState:
         loader = self.training_dataloader
@@ -181,6 +185,7 @@ class SavingMembers:
             "skipped_steps": self.skipped_steps,
             "micro_steps": self.micro_steps,
             "dp_world_size": self._parts.mesh.data_parallel.size,
+            "mesh": {axis: size for axis, size in self._parts.mesh.sizes.items() if size > 1},
             "zero_stage": self._config.zero_optimization.stage,
             "ds_config": without_secrets(self._config.raw),
             "shared_parameters": shared_names(self.module),
@@ -206,24 +211,35 @@ class SavingMembers:
         }
 
     def _shares_scalars(self) -> bool:
-        is_spread = self._parts.partition.axes.dense.shard.size > 1 or self._parts.mesh.pipe_expert.size > 1
+        axes = self._parts.partition.axes
+        is_spread = axes.dense.shard.size > 1 or axes.tensor.size > 1 or self._parts.mesh.pipe_expert.size > 1
         return self.optimizer is not None and is_spread
 
     def _own_facts(self, exclude_frozen: bool) -> JsonValue:
         """What rank 0 does not know of later stages of the pipeline and of others' experts; None: nothing to add."""
         mesh = self._parts.mesh
-        if mesh.pipe_expert.rank == 0 or mesh.expert_data_parallel.rank != 0:
+        is_copy = mesh.expert_zero_group.rank != 0 or mesh.axis("tensor").rank != 0
+        if mesh.pipe_expert.rank == 0 or is_copy:
             return None
         is_others = self._parts.of_experts if mesh.axis("expert").rank > 0 else lambda name: True
         return facts_of_stage(self._state(exclude_frozen), is_others)
 
     def _own_scalars(self) -> list[JsonValue]:
-        """Counters of the parameters that this rank holds a part of, slice by slice: the parameters, their counters."""
+        """Counters of the parameters that this rank holds a part of, slice by slice: the parameters, their counters.
+
+        Of tensor-parallel ranks the first one's count, and for parameters of which it has nothing those of the next.
+        """
         if self.optimizer is None or not self._shares_scalars():
             return []
+        is_first, cuts = self._parts.partition.axes.tensor.rank == 0, self._parts.cuts
+        of_slices = [
+            ([name for name in of_slice if is_first or (cuts.is_along("tensor", name) and cuts.counts(name))], plain)
+            for of_slice, plain in scalars_of_slices(self.optimizer.master)
+        ]
         return [
             [cast("JsonValue", of_slice), encode_client_state(plain, f"optimizer state of {of_slice}")[0]]
-            for of_slice, plain in scalars_of_slices(self.optimizer.master)
+            for of_slice, plain in of_slices
+            if of_slice
         ]
 
     def _complete(self, state: JsonValue, shared: list[Any]) -> JsonValue:
@@ -246,19 +262,18 @@ def _rank_state(loader: Any, own: OwnState) -> dict[str, Any]:
     return {**get_random_state(), **({} if loader is None else {"data": loader.rank_state_dict()}), **own}
 
 
-def _flat_pieces(flat: FlatGroup, stretches: Stretches, parts: int, part: int) -> Iterator[Piece]:
+def _flat_pieces(flat: FlatGroup, cuts: Cuts, parts: int, part: int) -> Iterator[Piece]:
     """This rank's share of what the flat group holds in full precision."""
     is_wider = flat.kind.is_trained and flat.kind.master_dtype != flat.kind.param_dtype
     name_of = names.master_tensor if is_wider else names.module_tensor
     for f in flat.own_fragments(*even_range(flat.layout.shard_numel, parts, part)):
         member = flat.members[f.index]
         values = flat.deferred_master(f.buffer_start, f.buffer_start + f.numel)
-        whole = stretches.of(member.name, flat.shapes[f.index])
-        yield Piece(name_of(member.name), whole.shape, whole.start + f.param_start, values)
+        yield cuts.piece(name_of(member.name), member.name, flat.shapes[f.index], f.param_start, values)
     if part == flat.axis.rank == 0:
         for member, shape in zip(flat.members, flat.shapes, strict=True):
             if shape.numel() == 0:
-                yield Piece.whole(name_of(member.name), flat.values.new_empty(shape))
+                yield cuts.piece(name_of(member.name), member.name, shape, 0, flat.values.new_empty(shape))
 
 
 def _checked_client_state(client_state: object) -> dict[str, Any]:

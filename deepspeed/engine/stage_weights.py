@@ -1,6 +1,7 @@
 """The whole values of a pipeline's model, one after the other, on the rank that writes them.
 
-Ranks that hold other experts of a stage are as other stages here.
+Ranks that hold other experts of a stage are as other stages here. Parts of tensor-parallel ranks are brought together on the
+first of a stage (`cut_weights`) before they travel.
 
     entries    stage 0: [a 4 bytes, b 2]   stage 1: [c 4, d 2]       every stage learns of all
     values     a, c, b, d                                            by falling element size, then by stage
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from deepspeed import comm
 from deepspeed.checkpoint.export.model_file import ModelEntry
+from deepspeed.engine.cut_weights import CutWeights
 from deepspeed.engine.sent_weights import receive_value, send_value
 from deepspeed.engine.whole_weights import WholeWeights
 from deepspeed.topology.mesh import ParallelMesh
@@ -32,7 +34,8 @@ class StageWeights:
 
     Args:
         own: of this stage, without what an earlier stage has.
-        mesh: of the ranks; one of those that hold the same takes part, other ranks have no entries and no values.
+        mesh: of the ranks; one of those that hold the same, or parts of the same, takes part, other ranks have no entries
+            and no values.
         device: where messages are received.
 
     Attributes:
@@ -41,7 +44,7 @@ class StageWeights:
         metadata: likewise.
     """
 
-    def __init__(self, own: WholeWeights, mesh: ParallelMesh, device: torch.device) -> None:
+    def __init__(self, own: WholeWeights | CutWeights, mesh: ParallelMesh, device: torch.device) -> None:
         self._own = own
         self._pipe = mesh.pipe_expert
         self._device = device
@@ -49,7 +52,8 @@ class StageWeights:
         self.entries: list[ModelEntry] = []
         self.others: dict[str, Any] = {}
         self.metadata: Mapping[str, Any] | None = None
-        if mesh.expert_data_parallel.rank > 0:
+        self._takes_part = mesh.expert_zero_group.rank == 0 and mesh.axis("tensor").rank == 0
+        if not self._takes_part:
             return
         told: list[Any] = [(own.entries, own.others, own.metadata)]
         if self._pipe.size > 1:
@@ -65,9 +69,13 @@ class StageWeights:
     def values(self) -> Iterator[tuple[str, Tensor]]:
         """(First name, whole value) of each entry, on the first stage; nothing on the others, which send theirs.
 
-        All ranks that take part go through it to its end. Blocks on the other stages, one tensor after the other.
+        All ranks go through it to its end. Blocks on the other stages, one tensor after the other.
         """
         own = self._own.values()
+        if not self._takes_part:
+            for _ in own:  # parts are sent on the way
+                pass
+            return
         for stage, entry in self._in_order():
             name = entry.names[0]
             if stage == self._pipe.rank:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from deepspeed.checkpoint.agreement import ranks_of, together
 from deepspeed.checkpoint.export.model_file import write_model_file
+from deepspeed.engine.cut_weights import CutWeights, parts_together
 from deepspeed.engine.expert_weights import ExpertWeights
-from deepspeed.engine.stacked_weights import StackedWeights
 from deepspeed.engine.stage_weights import StageWeights
 from deepspeed.engine.weights import some_names
 from deepspeed.engine.whole_weights import WholeWeights
@@ -65,8 +65,9 @@ class WholeModelMembers:
             self._load_by(custom_load_fn, state_dict)
             return
         sharded = self._sharded_places()
-        whole = {name: value for name, value in state_dict.items() if name not in sharded}
-        found = self.module.load_state_dict(whole, strict=strict and not sharded)
+        cuts = self._parts.cuts
+        here = {name: cuts.part(name, value) for name, value in state_dict.items() if name not in sharded}
+        found = self.module.load_state_dict(here, strict=strict and not sharded)
         missing = sorted(set(found.missing_keys) - (sharded.keys() & state_dict.keys()))
         if strict and (missing or found.unexpected_keys):
             raise CheckpointError(
@@ -77,7 +78,7 @@ class WholeModelMembers:
         for name, (flat, position) in sharded.items():
             if name in state_dict:
                 shape = flat.shapes[flat.layout.slots[position].index]
-                value = self._parts.stretches.part(name, state_dict[name])
+                value = cuts.part(name, state_dict[name])
                 if value.shape != shape:
                     raise CheckpointError(
                         f"{name!r} has shape {tuple(shape)} in the model and {tuple(value.shape)} in the state "
@@ -88,7 +89,7 @@ class WholeModelMembers:
 
     def _load_by(self, custom_load_fn: Callable[..., Any], state_dict: Mapping[str, Any]) -> None:
         """Let the caller's function copy weights; sharded parameters are whole meanwhile, and rank 0's values count."""
-        with GatheredParameters(list(self.module.parameters()), modifier_rank=self._parts.mesh.data_parallel.ranks[0]):
+        with GatheredParameters(list(self.module.parameters()), modifier_rank=self._parts.mesh.zero_group.ranks[0]):
             custom_load_fn(src=state_dict, dst=self.module)
         self._masters_from_parameters()
 
@@ -181,17 +182,18 @@ class WholeModelMembers:
 
     save_fp16_model = save_16bit_model
 
-    def _weights_of(self, state_dict: Mapping[str, Any]) -> WholeWeights | StageWeights | ExpertWeights:
+    def _weights_of(self, state_dict: Mapping[str, Any]) -> WholeWeights | CutWeights | StageWeights | ExpertWeights:
         """What goes into the file of the whole model, from this rank's state dict. Collective."""
         parts, metadata = self._parts, getattr(state_dict, "_metadata", None)
         if parts.mesh.axis("expert").size == 1:
-            return WholeWeights(self.module, state_dict, parts.partition.sharded, metadata)
+            return parts_together(WholeWeights(self.module, state_dict, parts.partition.sharded, metadata), parts)
         of_kinds: tuple[dict[str, Any], ...] = ({}, {}, {})
         for name, value in state_dict.items():
-            of_kinds[parts.of_experts(name) + (name in parts.stretches)][name] = value
+            of_kinds[parts.of_experts(name) + parts.cuts.is_along("expert", name)][name] = value
         dense, experts, stacked = (
             WholeWeights(self.module, own, [f for f in parts.partition.sharded if f.kind.is_expert == bool(kind)], metadata)
             for kind, own in enumerate(of_kinds)
         )
-        stacks = StackedWeights(stacked, parts.stretches, parts.mesh.axis("expert"), parts.device)
-        return ExpertWeights(dense, stacks, experts, parts.mesh.axis("expert"), parts.device)
+        axis = parts.mesh.axis("expert")
+        stacks = CutWeights(stacked, parts.cuts, axis, parts.device, is_sent=axis.ranks[0] == 0)
+        return ExpertWeights(parts_together(dense, parts), stacks, experts, axis, parts.device)

@@ -16,12 +16,11 @@ moving rows (`moe.dispatch`), storing the stacked tensors as one (`engine`). `de
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,37 +31,14 @@ from deepspeed.moe.dispatch import Exchange, Ways, from_rows, to_rows
 from deepspeed.moe.experts import expert_group_name
 from deepspeed.moe.gating import pairs_of
 from deepspeed.moe.stacked import NotStackedError, Stacks, run_experts, stacks_of
+from deepspeed.sharding import Cut
 from deepspeed.topology import groups
 
 if TYPE_CHECKING:
     from deepspeed.config.parallel import ExpertParallelConfig
     from deepspeed.topology.mesh import AxisGroup
 
-__all__ = ["SpreadExperts", "Stretch", "apply_auto_ep"]
-
-
-class Stretch(NamedTuple):
-    """Where a tensor lies in the one that a checkpoint holds: some neighbours along the first dimension.
-
-    Attributes:
-        shape: of the whole.
-        first: number of the first neighbour.
-        slabs: how many they are.
-    """
-
-    shape: tuple[int, ...]
-    first: int
-    slabs: int
-
-    @property
-    def start(self) -> int:
-        """Number of the first element, of the flattened whole."""
-        return self.first * math.prod(self.shape[1:])
-
-    def of(self, value: Tensor) -> Tensor:
-        """The stretch of a whole tensor; a view. What has another shape stays as it is."""
-        is_whole = tuple(value.shape) == self.shape
-        return value[self.first : self.first + self.slabs] if is_whole else value
+__all__ = ["SpreadExperts", "apply_auto_ep"]
 
 
 class SpreadExperts(nn.Module):
@@ -138,11 +114,16 @@ class SpreadExperts(nn.Module):
         """Number of this rank's first expert."""
         return 0 if self._axis is None else self._axis.rank * self.num_local_experts
 
-    def stretches(self) -> Iterator[tuple[str, Stretch]]:
-        """Name of each parameter, and where it lies in the whole layer's."""
-        for name, param in self.named_parameters():
+    @property
+    def cut_axis(self) -> str | None:
+        """The axis whose ranks hold the parts that `cuts` describes; None before they do."""
+        return "expert" if self.is_cut else None
+
+    def cuts(self) -> Iterator[tuple[str, Cut]]:
+        """Name of each parameter, and which of the whole layer's experts each rank holds: neighbours along dimension 0."""
+        for name, param in self.named_parameters() if self.is_cut else ():
             slab = tuple(getattr(param, "ds_shape", param.shape))[1:]
-            yield name, Stretch((self.num_experts, *slab), self.first_expert, self.num_local_experts)
+            yield name, Cut.of_widths((self.num_experts, *slab), 0, [self.num_local_experts] * self.ep_size)
 
     def extra_repr(self) -> str:
         """Which experts are here."""
@@ -182,10 +163,10 @@ class SpreadExperts(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Take this rank's experts out of tensors of the whole layer."""
-        for name, stretch in self.stretches():
+        for name, cut in self.cuts():
             value = state_dict.get(prefix + name)
-            if isinstance(value, Tensor):
-                state_dict[prefix + name] = stretch.of(value)
+            if isinstance(value, Tensor) and tuple(value.shape) == cut.shape:
+                state_dict[prefix + name] = value[self.first_expert : self.first_expert + self.num_local_experts]
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 

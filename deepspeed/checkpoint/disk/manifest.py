@@ -10,7 +10,7 @@ anywhere is noticed, and the file is still plain JSON that any program reads. La
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Annotated, Literal, NamedTuple
 
@@ -30,12 +30,14 @@ from typing_extensions import Self
 
 from deepspeed.checkpoint.disk import strict_json
 from deepspeed.checkpoint.disk.names import MANIFEST_FILE, rank_of_shard
-from deepspeed.errors import CheckpointDamagedError, CheckpointError
+from deepspeed.errors import ArgumentError, CheckpointDamagedError, CheckpointError
+from deepspeed.sharding.cut import Cut, Span
 
 __all__ = [
     "BLOCK_NBYTES",
     "FORMAT",
     "VERSION",
+    "CutEntry",
     "FileEntry",
     "Fragment",
     "Manifest",
@@ -44,11 +46,14 @@ __all__ = [
     "TensorEntry",
     "find_cover_fault",
     "parts_of",
+    "version_for",
 ]
 
 FORMAT = "deepspeed-checkpoint"
-VERSION = 3
-"""1 had a hash of each whole file, 2 had those of blocks beside it, from 3 on there are those of blocks alone."""
+VERSION = 4
+"""1 had a hash of each whole file, 2 those of blocks beside it, from 3 on there are those of blocks alone; 4 has cuts."""
+
+_WITHOUT_CUTS = 3
 
 BLOCK_NBYTES = 16 << 20
 """Bytes of a file that have a hash of their own."""
@@ -58,6 +63,7 @@ FileName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-
 
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 BlockDigest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
+SpanEntry = Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]
 
 
 class _Record(BaseModel):
@@ -91,7 +97,7 @@ class FileEntry(_Record):
 class Fragment(_Record):
     """Elements `[start, start + length)` of the flattened tensor, and where they are stored."""
 
-    start: NonNegativeInt = Field(description="First element, in the flattened (row-major) tensor.")
+    start: NonNegativeInt = Field(description="First element, in the flattened (row-major) tensor, or in stored order.")
     length: PositiveInt = Field(description="Elements.")
     file: FileName = Field(description="File that holds them.")
     key: str = Field(description="Key of the safetensors tensor inside that file.")
@@ -100,17 +106,54 @@ class Fragment(_Record):
     )
 
 
+class CutEntry(_Record):
+    """How a tensor that ranks hold in parts is stored: the parts one after another, each flattened (row-major)."""
+
+    dim: NonNegativeInt = Field(description="The dimension that is cut.")
+    parts: list[list[SpanEntry]] = Field(
+        description="Of each part its spans along the dimension, `[start, length]`, in the order in which it holds them. "
+        "Together they cover the dimension; an index in several parts is stored as often."
+    )
+
+    @classmethod
+    def of(cls, cut: Cut) -> CutEntry:
+        """The record of a cut."""
+        return cls(dim=cut.dim, parts=[[[*span] for span in spans] for spans in cut.parts])
+
+    def cut_of(self, shape: Sequence[int]) -> Cut:
+        """The cut of a tensor of this whole shape.
+
+        Raises:
+            ArgumentError: there is no such cut of it.
+        """
+        return Cut(tuple(shape), self.dim, tuple(tuple(Span(*span) for span in spans) for spans in self.parts))
+
+
 class TensorEntry(_Record):
     """One tensor as the whole job sees it."""
 
     shape: Annotated[list[NonNegativeInt], Field(description="Global shape; empty for a single value.")]
     dtype: str = Field(description="Element type, in the spelling of safetensors (F32, BF16, ...).")
     fragments: list[Fragment] = Field(description="Sorted by start; they cover every element exactly once.")
+    cut: CutEntry | None = Field(
+        default=None,
+        description="From version 4 on: the order in which the elements are stored; fragments count in it. Left out where "
+        "that is the flattened tensor's own order.",
+    )
 
     @property
     def numel(self) -> int:
         """Elements of the whole tensor."""
         return prod(self.shape)
+
+    @property
+    def stored_numel(self) -> int:
+        """Elements that are stored: more than the tensor has where parts overlap.
+
+        Raises:
+            ArgumentError: the cut is none of this shape.
+        """
+        return self.numel if self.cut is None else self.cut.cut_of(self.shape).stored_starts()[-1]
 
 
 class NodeEntry(_Record):
@@ -180,7 +223,10 @@ class Manifest(_Record):
 
     def _check_fragments(self, where: str) -> None:
         for name, tensor in self.tensors.items():
-            fault = find_cover_fault(tensor.numel, [(part.start, part.length) for part in tensor.fragments])
+            try:
+                fault = find_cover_fault(tensor.stored_numel, [(part.start, part.length) for part in tensor.fragments])
+            except ArgumentError as error:
+                fault = f"has a cut that is none: {error}"
             strangers = sorted({part.file for part in tensor.fragments} - self.files.keys())
             if fault or strangers:
                 raise CheckpointDamagedError(f"{where}: tensor {name!r} {fault or f'lies in unlisted files {strangers}'}.")
@@ -222,6 +268,11 @@ def parts_of(fragments: Sequence[Fragment], start: int, length: int) -> Iterator
             return
         if low < high:
             yield Part(fragment.file, fragment.key, fragment.offset + low - fragment.start, high - low, low - start)
+
+
+def version_for(tensors: Mapping[str, TensorEntry]) -> int:
+    """Version of a manifest with these tensors: the oldest that can say it, so that older readers read what they can."""
+    return VERSION if any(entry.cut is not None for entry in tensors.values()) else _WITHOUT_CUTS
 
 
 def _check_version(version: JsonValue, where: str) -> None:

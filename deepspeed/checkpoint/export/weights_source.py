@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from deepspeed.checkpoint.disk.file_check import check_files
+from deepspeed.checkpoint.disk.gathering import gather_rows
 from deepspeed.checkpoint.disk.layouts import Layout, layout_of
 from deepspeed.checkpoint.disk.manifest import Manifest, Part, parts_of
 from deepspeed.checkpoint.disk.names import LATEST_FILE, MANIFEST_FILE
@@ -23,11 +24,16 @@ from deepspeed.checkpoint.disk.safetensors_header import ITEM_NBYTES, Places, ch
 from deepspeed.checkpoint.disk.tags import find_tag, hint_for, read_latest
 from deepspeed.checkpoint.export.weights_table import Weight
 from deepspeed.errors import CheckpointDamagedError, CheckpointNotFoundError
+from deepspeed.sharding.cut import Cut
+from deepspeed.sharding.recut import rows_of, uncut
 
 __all__ = ["BLOCK_NBYTES", "NoLatestError", "OwnWeights", "WeightsSource", "find_checkpoint", "open_weights"]
 
 BLOCK_NBYTES = 1 << 20
 """Bytes that are read at a time: few enough to stay in the processor's cache on their way to the file."""
+
+_GATHERED_NBYTES = 8 << 20
+"""Of a tensor that is stored in parts: each block comes from several files."""
 
 _CHECKING_THREADS = 4
 
@@ -106,15 +112,40 @@ class OwnWeights:
         }
         self._places: dict[str, Places] = {}
         self._buffer = memoryview(bytearray(BLOCK_NBYTES))
+        self._gathered = memoryview(b"")
 
     def blocks(self, weight: Weight) -> Iterator[memoryview]:
         """All bytes of a weight, in blocks that share one buffer."""
-        for part in parts_of(self._manifest.tensors[weight.stored].fragments, 0, weight.numel):
+        entry = self._manifest.tensors[weight.stored]
+        if entry.cut is not None:
+            yield from self._gathered_blocks(weight, entry.cut.cut_of(entry.shape))
+            return
+        for part in parts_of(entry.fragments, 0, weight.numel):
             start_nbytes, stop_nbytes = self._find(part, weight.dtype)
             for offset_nbytes in range(start_nbytes, stop_nbytes, BLOCK_NBYTES):
                 block = self._buffer[: min(BLOCK_NBYTES, stop_nbytes - offset_nbytes)]
                 read_into(self.folder / part.file, offset_nbytes, block)
                 yield block
+
+    def _gathered_blocks(self, weight: Weight, cut: Cut) -> Iterator[memoryview]:
+        """Those of a weight that is stored in parts: of whole rows, where they are short."""
+        item_nbytes, row_numel = ITEM_NBYTES[weight.dtype], cut.shape[cut.dim] * cut.inner
+        count = _GATHERED_NBYTES // item_nbytes
+        count -= count % row_numel if row_numel <= count else 0
+        if not self._gathered:
+            self._gathered = memoryview(bytearray(_GATHERED_NBYTES))
+        whole = uncut(cut.shape, cut.dim)
+
+        def read(start: int, into: memoryview) -> None:
+            for part in parts_of(self._manifest.tensors[weight.stored].fragments, start, len(into) // item_nbytes):
+                place = into[part.at * item_nbytes : (part.at + part.length) * item_nbytes]
+                read_into(self.folder / part.file, self._find(part, weight.dtype)[0], place)
+
+        for start in range(0, weight.numel, count):
+            numel = min(count, weight.numel - start)
+            block = self._gathered[: numel * item_nbytes]
+            gather_rows(rows_of(cut, whole, 0, start, numel), item_nbytes, read, block)
+            yield block
 
     def _find(self, part: Part, dtype: str) -> tuple[int, int]:
         """Where the bytes of a part begin and end in its file."""

@@ -11,68 +11,60 @@ Pure. Does not live here: files. Called by `node_save`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 from typing import NamedTuple
 
 from deepspeed.checkpoint.disk import names
 from deepspeed.checkpoint.disk.manifest import Fragment, TensorEntry, find_cover_fault
+from deepspeed.checkpoint.save.description import Described, Description
 from deepspeed.errors import CheckpointError
 
-__all__ = ["Described", "Span", "entries_for", "join"]
+__all__ = ["Joined", "Written", "entries_for", "join"]
 
 
-class Span(NamedTuple):
-    """Elements `[start, start + length)`, which `rank` writes."""
+class Written(NamedTuple):
+    """Elements `[start, start + length)` of what is stored, which `rank` writes."""
 
     rank: int
     start: int
     length: int
 
 
-class Described(NamedTuple):
+class Joined(NamedTuple):
     """One global tensor, and all that is written of it anywhere."""
 
-    shape: list[int]
-    dtype: str
-    spans: list[Span]
+    tensor: Described
+    written: list[Written]
 
 
-def join(pieces_of_ranks: Sequence[Sequence[tuple[str, list[int], str, int, int]]]) -> dict[str, Described]:
-    """Put the pieces of all ranks together: `(name, shape, dtype, start, length)` of each, by rank.
+def join(pieces_of_ranks: Sequence[Sequence[Description]]) -> dict[str, Joined]:
+    """Put the pieces of all ranks together, by rank as `description.describe` gives them.
 
     Raises:
-        CheckpointError: ranks disagree about a shape or dtype, or an element is written nowhere.
+        CheckpointError: ranks disagree about a shape, dtype or cut, or an element is written nowhere.
     """
-    joined: dict[str, Described] = {}
+    joined: dict[str, Joined] = {}
+    first_ranks: dict[str, int] = {}
     for rank, pieces in enumerate(pieces_of_ranks):
-        for name, shape, dtype, start, length in pieces:
-            known = joined.setdefault(name, Described(list(shape), dtype, []))
-            if (list(shape), dtype) != (known.shape, known.dtype):
-                raise CheckpointError(
-                    f"tensor {name!r} is {dtype} {shape} on rank {rank}, but {known.dtype} {known.shape} on another rank. "
-                    "All ranks must describe the same global tensor."
-                )
+        for name, shape, dtype, start, length, cut in pieces:
+            own = Described(list(shape), dtype, cut)
+            known = joined.setdefault(name, Joined(own, []))
+            own.require_same(known.tensor, name, rank, first_ranks.setdefault(name, rank))
             if length:
-                known.spans.append(Span(rank, start, length))
-    for name, described in joined.items():
-        _fragments(name, described, frozenset())  # raises where there is a hole
+                known.written.append(Written(rank, start, length))
+    for name, each in joined.items():
+        _fragments(name, each, frozenset())  # raises where there is a hole
     return joined
 
 
-def entries_for(joined: dict[str, Described], ranks_here: frozenset[int]) -> dict[str, TensorEntry]:
+def entries_for(joined: dict[str, Joined], ranks_here: frozenset[int]) -> dict[str, TensorEntry]:
     """The tensors of the manifest of the node on which `ranks_here` run."""
-    return {
-        name: TensorEntry(
-            shape=joined[name].shape, dtype=joined[name].dtype, fragments=_fragments(name, joined[name], ranks_here)
-        )
-        for name in sorted(joined)
-    }
+    return {name: joined[name].tensor.entry(_fragments(name, joined[name], ranks_here)) for name in sorted(joined)}
 
 
-def _fragments(name: str, described: Described, ranks_here: frozenset[int]) -> list[Fragment]:
-    numel = prod(described.shape)
-    here = sorted((span for span in described.spans if span.rank in ranks_here), key=lambda span: span.start)
-    elsewhere = sorted((span for span in described.spans if span.rank not in ranks_here), key=lambda span: span.start)
+def _fragments(name: str, joined: Joined, ranks_here: frozenset[int]) -> list[Fragment]:
+    numel = joined.tensor.stored_numel
+    here = sorted((each for each in joined.written if each.rank in ranks_here), key=lambda each: each.start)
+    elsewhere = sorted((each for each in joined.written if each.rank not in ranks_here), key=lambda each: each.start)
     taken, gaps = _take([(0, numel)], here)
     more, gaps = _take(gaps, elsewhere)
     if gaps:
@@ -83,29 +75,29 @@ def _fragments(name: str, described: Described, ranks_here: frozenset[int]) -> l
         Fragment(
             start=start,
             length=stop - start,
-            file=names.shard_file(span.rank),
-            key=names.fragment_key(name, span.start, is_whole=span.length == numel),
-            offset=start - span.start,
+            file=names.shard_file(each.rank),
+            key=names.fragment_key(name, each.start, is_whole=joined.tensor.is_whole(each.length)),
+            offset=start - each.start,
         )
-        for start, stop, span in sorted(taken + more)
+        for start, stop, each in sorted(taken + more)
     ]
 
 
 def _take(
-    gaps: Sequence[tuple[int, int]], spans: Sequence[Span]
-) -> tuple[list[tuple[int, int, Span]], list[tuple[int, int]]]:
-    """Fill `gaps` (start, stop) with parts of `spans`, sorted by start, each element once; give parts and what is left."""
-    taken: list[tuple[int, int, Span]] = []
+    gaps: Sequence[tuple[int, int]], written: Sequence[Written]
+) -> tuple[list[tuple[int, int, Written]], list[tuple[int, int]]]:
+    """Fill `gaps` (start, stop) with parts of `written`, sorted by start, each element once; give parts and what is left."""
+    taken: list[tuple[int, int, Written]] = []
     left: list[tuple[int, int]] = []
     for start, stop in gaps:
         reached = start
-        for span in spans:
-            low, high = max(reached, span.start), min(stop, span.start + span.length)
+        for each in written:
+            low, high = max(reached, each.start), min(stop, each.start + each.length)
             if low >= high:
                 continue
             if low > reached:
                 left.append((reached, low))
-            taken.append((low, high, span))
+            taken.append((low, high, each))
             reached = high
         if reached < stop:
             left.append((reached, stop))

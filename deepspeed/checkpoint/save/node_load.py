@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import xxhash
-from torch import Tensor
 
 from deepspeed.checkpoint.agreement import Ranks, together
 from deepspeed.checkpoint.disk import names, strict_json
@@ -106,18 +105,6 @@ class NodeReader(CheckpointReader):
         files = {file: entry for file, entry in self.manifest.files.items() if file not in self._absent}
         check_runs(self.folder, files, share_blocks(files, self._local_world_size)[self._local_rank])
 
-    def read(self, name: str, start: int = 0, length: int | None = None, out: Tensor | None = None) -> Tensor:
-        """Read elements of a flattened tensor; see `CheckpointSource.read`.
-
-        Raises:
-            CheckpointError: they are on another node.
-        """
-        if self._absent and name in self.manifest.tensors:
-            entry = self.manifest.tensors[name]
-            count = length if length is not None else entry.numel - start if out is None else out.numel()
-            self._refuse_absent({part.file for part in parts_of(entry.fragments, start, count)}, name)
-        return super().read(name, start, length, out)
-
     def rank_state(self, rank: int) -> dict[str, Any]:
         """What `rank` of the writing job stored for itself.
 
@@ -126,6 +113,18 @@ class NodeReader(CheckpointReader):
         """
         self._refuse_absent({names.shard_file(rank)}, f"the state of rank {rank}")
         return super().rank_state(rank)
+
+    def _read_bytes(self, name: str, start: int, into: memoryview) -> None:
+        """Refuse what is on another node.
+
+        Raises:
+            CheckpointError: it is.
+        """
+        if self._absent:
+            count = len(into) // self.dtype(name).itemsize
+            needed = {part.file for part in parts_of(self.manifest.tensors[name].fragments, start, count)}
+            self._refuse_absent(needed, name)
+        super()._read_bytes(name, start, into)
 
     def _is_elsewhere(self, file: str) -> bool:
         """Whether a file was written on another node and has not been copied here."""

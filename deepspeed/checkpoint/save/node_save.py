@@ -33,10 +33,10 @@ from deepspeed.checkpoint.agreement import Ranks, together
 from deepspeed.checkpoint.disk import names, strict_json
 from deepspeed.checkpoint.disk.container import bytes_of, dtype_name, dtype_of
 from deepspeed.checkpoint.disk.folders import clean, point_latest, settle, swap_in, working_folder
-from deepspeed.checkpoint.disk.manifest import VERSION, FileEntry, Manifest, NodeEntry
+from deepspeed.checkpoint.disk.manifest import FileEntry, Manifest, NodeEntry, version_for
 from deepspeed.checkpoint.disk.storage import Storage
-from deepspeed.checkpoint.save.description import Descriptions
-from deepspeed.checkpoint.save.node_cover import Described, Span, entries_for, join
+from deepspeed.checkpoint.save.description import Described, Descriptions
+from deepspeed.checkpoint.save.node_cover import Joined, Written, entries_for, join
 from deepspeed.checkpoint.save.nodes import Nodes
 from deepspeed.checkpoint.save.piece import Piece
 from deepspeed.checkpoint.save.writer import Committed, Content, Hold, StartedSave
@@ -88,7 +88,7 @@ class _NodeSave(StartedSave):
         super().__init__(save_dir, tag, rank, storage, save_latest, Descriptions())  # each node's: said anew in each save
         self._nodes = nodes
         self._is_leader = nodes.is_leader(rank)
-        self._joined: dict[str, Described] = {}
+        self._joined: dict[str, Joined] = {}
         self._final = Path()
         self._old: Path | None = None
         self._is_swapped = False
@@ -106,7 +106,9 @@ class _NodeSave(StartedSave):
             "state": self._state,
             "client_state": self._client_state,
             "tensors": {piece.name: _packed(loaded(piece.data)) for piece in repeated},
-            "joined": cast("JsonValue", {name: [*each[:2], list(map(list, each.spans))] for name, each in joined.items()}),
+            "joined": cast(
+                "JsonValue", {n: [list(each.tensor), list(map(list, each.written))] for n, each in joined.items()}
+            ),
         }
 
     def take_over(self, verdict: Mapping[str, Any]) -> None:
@@ -116,13 +118,13 @@ class _NodeSave(StartedSave):
         self._state, self._client_state = verdict["state"], verdict["client_state"]
         self._world_size = len(self._nodes.node_of)
         self._joined = {
-            name: Described(shape, dtype, [Span(*span) for span in spans])
-            for name, (shape, dtype, spans) in verdict["joined"].items()
+            name: Joined(Described(*tensor), [Written(*each) for each in written])
+            for name, (tensor, written) in verdict["joined"].items()
         }
         for name, packed in verdict["tensors"].items():
             tensor = _unpacked(*packed)
             for node in range(1, len(self._nodes.hosts)):
-                self._joined[name].spans.append(Span(self._nodes.leader(node), 0, tensor.numel()))
+                self._joined[name].written.append(Written(self._nodes.leader(node), 0, tensor.numel()))
             if self._is_leader and self._rank != 0:
                 self._pieces = [*self._pieces, Piece.whole(name, tensor)]
         self._final = names.tag_folder(self.save_dir, self.tag)
@@ -187,14 +189,15 @@ class _NodeSave(StartedSave):
 
     def _node_manifest(self, files: dict[str, FileEntry], saved_at: str) -> Manifest:
         node = self._nodes.node_of[self._rank]
+        tensors = entries_for(self._joined, frozenset(self._nodes.ranks_beside(self._rank)))
         return Manifest(
             format="deepspeed-checkpoint",
-            version=VERSION,
+            version=version_for(tensors),
             library=version,
             saved_at=saved_at,
             world_size=self._world_size,
             files=files,
-            tensors=entries_for(self._joined, frozenset(self._nodes.ranks_beside(self._rank))),
+            tensors=tensors,
             state=self._state,
             node=NodeEntry(
                 save=self._token, number=node, hosts=list(self._nodes.hosts), node_of_ranks=list(self._nodes.node_of)

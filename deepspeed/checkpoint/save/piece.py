@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from deepspeed.common.deferred import DeferredTensor
+from deepspeed.sharding.cut import Cut
 
 __all__ = ["Piece"]
 
@@ -18,6 +19,7 @@ __all__ = ["Piece"]
 class Piece:
     """Elements `[start, start + data.numel())` of the flattened global tensor `name`, to be written by this rank.
 
+    Where ranks hold the tensor in parts (`cut`), `start` counts in stored order: the parts one after another, flattened.
     `data` may have any shape, strides and device; its elements are taken in row-major order. Only they are written, not the
     storage that it may be a view of. A deferred one is read when it is written, or copied. An empty piece of a tensor that
     has elements is allowed and writes nothing.
@@ -29,6 +31,8 @@ class Piece:
 
     start: int
     data: Tensor | DeferredTensor
+    cut: Cut | None = None
+    """How ranks hold the tensor, equal on all ranks; None: whole. One that `is_in_order` makes no difference."""
 
     @classmethod
     def whole(cls, name: str, data: Tensor) -> Piece:

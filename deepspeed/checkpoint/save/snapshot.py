@@ -194,7 +194,7 @@ def _is_alike(one: Piece, other: Piece) -> bool:
     """Whether they differ in values alone."""
     of, to = one.data, other.data
     is_same_data = (of.dtype, of.shape) == (to.dtype, to.shape)
-    return is_same_data and (one.name, one.shape, one.start) == (other.name, other.shape, other.start)
+    return is_same_data and (one.name, one.shape, one.start, one.cut) == (other.name, other.shape, other.start, other.cut)
 
 
 def _placed(piece: Piece, place: Tensor) -> Piece:

@@ -29,7 +29,12 @@ class Share(NamedTuple):
 
 
 class WriteShares:
-    """Shares of one rank."""
+    """Shares of one rank.
+
+    [Note: two axes] What the ranks of two axes hold alike is shared along one, then along the other. Places may differ from
+    one line of ranks to the next, and shares along both would not fit together: with places, the first rank of the second
+    axis writes.
+    """
 
     def __init__(self, rank: int, places: Mapping[int, str] | None = None) -> None:
         """Take this global rank and where each global rank runs: ranks of one place have one writer. None: all write."""
@@ -45,6 +50,13 @@ class WriteShares:
             first_of.setdefault(self._places[rank], rank)
         writers = list(first_of.values())
         return Share(len(writers), writers.index(self._rank) if self._rank in writers else None)
+
+    def along(self, share: Share, ranks: Sequence[int]) -> Share:
+        """This rank's share of what `share` says, where the ranks of another axis hold it too; see [Note: two axes]."""
+        place = ranks.index(self._rank)
+        if self._places is not None:
+            return share if place == 0 else Share(share.parts, None)
+        return Share(share.parts * len(ranks), None if share.part is None else share.part * len(ranks) + place)
 
 
 def own_place(unit: Literal["SOCKET", "MACHINE"], cpus: Path = _CPUS) -> str:

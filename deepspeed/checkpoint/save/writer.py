@@ -24,9 +24,9 @@ from deepspeed.checkpoint.disk import names, strict_json
 from deepspeed.checkpoint.disk.client_state import encode_client_state
 from deepspeed.checkpoint.disk.container import Entry, write_container
 from deepspeed.checkpoint.disk.folders import claim, clean, new_token, point_latest, retire, settle, swap_in
-from deepspeed.checkpoint.disk.manifest import VERSION, FileEntry, Manifest, TensorEntry
+from deepspeed.checkpoint.disk.manifest import FileEntry, Manifest, TensorEntry, version_for
 from deepspeed.checkpoint.disk.storage import Lock, Storage, cure_of
-from deepspeed.checkpoint.save.description import Descriptions, describe
+from deepspeed.checkpoint.save.description import Descriptions, cut_of, describe
 from deepspeed.checkpoint.save.piece import Piece
 from deepspeed.common.logging import get_logger
 from deepspeed.errors import CheckpointError, FileIoError
@@ -314,7 +314,7 @@ class StartedSave:
     def _manifest(self, files: dict[str, FileEntry]) -> Manifest:
         return Manifest(
             format="deepspeed-checkpoint",
-            version=VERSION,
+            version=version_for(self._tensors),
             library=version,
             saved_at=datetime.now(timezone.utc).isoformat(timespec="microseconds"),
             world_size=self._world_size,
@@ -326,6 +326,6 @@ class StartedSave:
 
 def _entry(piece: Piece) -> Entry:
     """How a piece stands in its file: a whole tensor in its own shape, a fragment flat."""
-    is_whole = piece.data.numel() == prod(piece.shape)
+    is_whole = cut_of(piece) is None and piece.data.numel() == prod(piece.shape)
     shape = piece.shape if is_whole else (piece.data.numel(),)
     return Entry(names.fragment_key(piece.name, piece.start, is_whole=is_whole), shape, piece.data)

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed.checkpoint import CheckpointSource, Piece, open_checkpoint
-from deepspeed.checkpoint.disk.manifest import find_cover_fault
+from deepspeed.checkpoint.disk.manifest import CutEntry, find_cover_fault
 from deepspeed.checkpoint.disk.storage import Storage
+from deepspeed.checkpoint.save.description import Description
 from deepspeed.checkpoint.save.node_cover import entries_for, join
 from deepspeed.checkpoint.save.node_load import open_on_nodes
 from deepspeed.checkpoint.save.node_merge import merge_nodes
@@ -132,8 +133,11 @@ def test_a_node_sees_every_element_once_and_its_own_where_it_has_it(
     spans: list[tuple[int, int, int]], ranks_here: set[int]
 ) -> None:
     numel = 20
-    pieces = [[("w", [numel], "F32", start, length) for rank, start, length in spans if rank == own] for own in range(4)]
-    pieces[3].append(("w", [numel], "F32", 0, numel))
+    whole: list[Description] = [("w", [numel], "F32", 0, numel, None)]
+    pieces: list[list[Description]] = [
+        [("w", [numel], "F32", start, length, None) for rank, start, length in spans if rank == own] for own in range(4)
+    ]
+    pieces[3] += whole
     fragments = entries_for(join(pieces), frozenset(ranks_here))["w"].fragments
     assert find_cover_fault(numel, [(each.start, each.length) for each in fragments]) is None
     here = {n for rank, start, length in [*spans, (3, 0, numel)] if rank in ranks_here for n in range(start, start + length)}
@@ -147,9 +151,22 @@ def test_a_node_sees_every_element_once_and_its_own_where_it_has_it(
 
 def test_an_element_that_nobody_writes_is_an_error() -> None:
     with pytest.raises(CheckpointError, match="nobody holds elements 3 to 5"):
-        join([[("w", [9], "F32", 0, 3)], [("w", [9], "F32", 5, 4)]])
+        join([[("w", [9], "F32", 0, 3, None)], [("w", [9], "F32", 5, 4, None)]])
     with pytest.raises(CheckpointError, match="All ranks must describe the same"):
-        join([[("w", [9], "F32", 0, 9)], [("w", [9], "BF16", 0, 9)]])
+        join([[("w", [9], "F32", 0, 9, None)], [("w", [9], "BF16", 0, 9, None)]])
+
+
+def test_a_node_reads_the_copies_of_parts_that_it_has() -> None:
+    copies = CutEntry(dim=0, parts=[[[0, 4]], [[0, 4]]]).model_dump()
+    joined = join([[("w", [4], "F32", start, 4, copies)] for start in (0, 4)])
+    entry = entries_for(joined, frozenset([1]))["w"]
+    assert entry.stored_numel == 8
+    assert [(each.start, each.length, each.file, each.key) for each in entry.fragments] == [
+        (0, 4, "rank_00000.safetensors", "w@0"),
+        (4, 4, "rank_00001.safetensors", "w@4"),
+    ]
+    with pytest.raises(CheckpointError, match="nobody holds elements 4 to 8 of 8"):
+        join([[("w", [4], "F32", 0, 4, copies)]])
 
 
 def test_every_node_has_its_own_files_and_what_its_ranks_need(tmp_path: Path) -> None:

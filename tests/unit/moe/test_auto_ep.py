@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from deepspeed.config.parallel import ExpertParallelConfig
 from deepspeed.errors import ArgumentError, UsageError
-from deepspeed.moe.auto_ep import SpreadExperts, Stretch, apply_auto_ep
+from deepspeed.moe.auto_ep import SpreadExperts, apply_auto_ep
 from deepspeed.moe.param_groups import has_moe_layers, is_moe_param
+from deepspeed.sharding import Cut, Span
 from deepspeed.topology import groups
 from deepspeed.topology.mesh import AxisGroup
 from deepspeed.zero.leaf import set_z3_leaf_modules
@@ -207,12 +208,15 @@ def test_each_rank_keeps_its_share_once(monkeypatch: pytest.MonkeyPatch) -> None
     apply_auto_ep(model, enabled(autoep_size=4))  # not taken further
     apply_auto_ep(model, enabled(autoep_size=2))
     experts: Any = model.experts
+    assert experts.cut_axis is None
+    assert list(experts.cuts()) == []
     _be(monkeypatch, 1, 2)
     for _ in range(2):
         experts.set_deepspeed_parallelism()
         assert all(torch.equal(value, whole[name][2:]) for name, value in experts.state_dict().items())
     assert "experts 2 to 3 of 4" in repr(model)
-    assert dict(experts.stretches())["down_proj"] == Stretch((EXPERTS, WIDTH, INNER), 2, 2)
+    assert experts.cut_axis == "expert"
+    assert dict(experts.cuts())["down_proj"] == Cut((EXPERTS, WIDTH, INNER), 0, ((Span(0, 2),), (Span(2, 2),)))
     experts.load_state_dict({name: 2 * value for name, value in whole.items()})
     assert torch.equal(experts.down_proj, 2 * whole["down_proj"][2:])
     experts.load_state_dict({name: 3 * value[2:] for name, value in whole.items()})
@@ -229,12 +233,3 @@ def test_spread_experts_without_ranks_say_so() -> None:
     apply_auto_ep(model, enabled(autoep_size=2))
     with pytest.raises(UsageError, match=r"Use deepspeed\.initialize"):
         model(torch.zeros(1, WIDTH, dtype=torch.float64))
-
-
-def test_a_stretch_is_cut_from_the_whole_alone() -> None:
-    stretch = Stretch((6, 2, 5), first=2, slabs=2)
-    whole = torch.arange(60).view(6, 2, 5)
-    assert stretch.start == whole[2, 0, 0]
-    assert torch.equal(stretch.of(whole), whole[2:4])
-    assert stretch.of(whole[2:4]) is not None
-    assert torch.equal(stretch.of(whole[2:4]), whole[2:4])

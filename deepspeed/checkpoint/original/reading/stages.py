@@ -133,6 +133,13 @@ class StageSource:
         """Read a range of a flattened tensor; see `CheckpointSource.read`."""
         return self._tensors.read(name, start, length, out)
 
+    def cut(self, name: str) -> None:
+        """None: tensors are put together as they are read."""
+
+    def read_stored(self, name: str, start: int, out: Tensor) -> Tensor:
+        """As `read`."""
+        return self.read(name, start, out=out)
+
     def check_own_share(self) -> None:
         """Compare this rank's share of the files with the checksums in them. Not collective.
 

@@ -72,8 +72,8 @@ def test_every_cut_is_noticed() -> None:
 
 
 def test_a_newer_format_is_settled_apart_from_damage() -> None:
-    with pytest.raises(CheckpointError, match="format version 4; this installation reads up to version 3") as caught:
-        Manifest.parse(_manifest(version=4).dump(), "m")
+    with pytest.raises(CheckpointError, match="format version 5; this installation reads up to version 4") as caught:
+        Manifest.parse(_manifest(version=5).dump(), "m")
     assert not isinstance(caught.value, CheckpointDamagedError)
 
 
