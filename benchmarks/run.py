@@ -40,6 +40,7 @@ from benchmarks import (  # noqa: E402
     reduce_update,
     step_walk,
     train_step,
+    ulysses,
     zero_step,
 )
 from benchmarks.harness.cases import AGAIN, ORIGINAL, OURS, Case, Run, check_losses, runs_of  # noqa: E402
@@ -52,6 +53,7 @@ _MODULES = (
     launch,
     initialize,
     train_step,
+    ulysses,
     zero_step,
     offload_step,
     activation_checkpointing,

@@ -83,6 +83,7 @@ _SUBMODULES = (
     "ops",
     "pipe",
     "runtime",
+    "sequence",
     "utils",
     "zero",
 )

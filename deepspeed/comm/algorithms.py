@@ -6,7 +6,8 @@
     | CPU ranks of one host: shared memory | `SharedMemoryReducer` | `SharedMemoryReduceScatterer` | `SharedMemoryGatherer` |
     | all others: the back end             | `BackendReducer`      | `BackendReduceScatterer`      | `BackendGatherer`      |
 
-Shards that are read from files first come together through a stage: `LocalSlots`, `SharedSlots`, `BackendSlots`.
+Shards that are read from files first come together through a stage: `LocalSlots`, `SharedSlots`, `BackendSlots`. Parts of
+tensors go to all ranks by `LocalParts`, `SharedParts`, `BackendParts`.
 
 Lives here: the choice, and what it hands in: time limits, the log, the collective that shared memory is agreed with. Does
 not live here: the protocols and the first row (`comm.flat`), the second (`comm.shared_reducer`, `comm.shared_shards`), the
@@ -18,8 +19,9 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -40,6 +42,7 @@ from deepspeed.comm.flat import (
     Work,
 )
 from deepspeed.comm.mean import MeanRule
+from deepspeed.comm.parts import BackendParts, LocalParts, PartsExchanger, SharedOrBackendParts, SharedParts
 from deepspeed.comm.patience import Patience
 from deepspeed.comm.recorder import RECORDER
 from deepspeed.comm.shared_memory import SharedMemory, share_memory
@@ -59,6 +62,7 @@ __all__ = [
     "LocalGatherer",
     "LocalReduceScatterer",
     "LocalReducer",
+    "PartsExchanger",
     "ShardWork",
     "Stage",
     "Work",
@@ -67,10 +71,14 @@ __all__ = [
     "flat_reduce_scatterer",
     "local_stage",
     "parameter_stage",
+    "parts_exchanger",
 ]
 
 _PROGRESS = Progress()
 """What ranks of this process do for others while they wait; it knows buffers weakly, so nothing has to be reset."""
+
+_EXCHANGERS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, PartsExchanger]] = weakref.WeakKeyDictionary()
+"""Of each group, by kind of device: layers share one, and the memory in it. They go with the group."""
 
 
 def flat_all_reducer(
@@ -258,6 +266,38 @@ def parameter_stage(
 def local_stage(count: int, nbytes: int, allocate: Callable[[int], torch.Tensor]) -> Stage:
     """The stage of a rank that gathers from nobody else; parameters as for `parameter_stage`. Not collective."""
     return Stage(LocalSlots([allocate(nbytes) for _ in range(count)]))
+
+
+def parts_exchanger(group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu") -> PartsExchanger:
+    """The fastest way to give parts of tensors on `device` to all ranks of `group`; the same object for the same group.
+
+    Not collective; the first `exchange`, and one with larger parts than any before, are so in more than the parts: shared
+    memory is agreed on then. Its time limit is that of the group.
+    """
+    place = _Place.of(device, group, None)
+    if place.world_size == 1:
+        return LocalParts()
+    key = group if group is not None else dist.group.WORLD
+    assert key is not None  # several ranks: torch.distributed is initialized
+    known = _EXCHANGERS.setdefault(key, {})
+    if place.device.type not in known:
+        known[place.device.type] = _exchanger_at(place, weakref.ref(key))
+    return known[place.device.type]
+
+
+def _exchanger_at(place: _Place, group: Callable[[], dist.ProcessGroup | None]) -> PartsExchanger:
+    """`group` is asked for late: what `_EXCHANGERS` holds must not keep the group alive."""
+    backend = BackendParts(group, place.rank)
+
+    def share(nbytes: int) -> SharedParts | None:
+        here = replace(place, group=group())
+        memory = here.share(2 * here.world_size * nbytes, torch.uint8, True, "Sequence parts", "exchanged")
+        if memory is None:
+            return None
+        return SharedParts(memory, here.rank, here.ranks, here.patience(), _record_as("all_to_all_single"), _PROGRESS)
+
+    place = replace(place, group=None)
+    return SharedOrBackendParts(share, backend) if place.device.type == "cpu" else backend
 
 
 def _check(numel: int, call: str, predivide_factor: float = 1.0) -> None:

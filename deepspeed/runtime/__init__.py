@@ -16,6 +16,7 @@ _SUBMODULES = (
     "fp16",
     "lr_schedules",
     "pipe",
+    "sequence_parallel",
     "utils",
     "zero",
 )

@@ -43,6 +43,9 @@ ROOTS = (
     "deepspeed.pipe.orders",
     "deepspeed.pipe.partition",
     "deepspeed.pipe.schedule",
+    "deepspeed.sequence",
+    "deepspeed.sequence.cross_entropy",
+    "deepspeed.sequence.layer",
     "deepspeed.zero",
 )
 DOORS = ("deepspeed.runtime", "deepspeed.utils")
