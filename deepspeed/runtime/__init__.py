@@ -8,6 +8,7 @@ _SUBMODULES = (
     "activation_checkpointing",
     "base_optimizer",
     "checkpoint_engine",
+    "chunked_cross_entropy",
     "config",
     "config_utils",
     "constants",

@@ -1,7 +1,8 @@
 """Sequences that are longer than one device can hold: in parts on ranks (Ulysses), and over time (tiles, chunks).
 
 `layer` and `hugging_face` exchange parts of a sequence for heads around attention, `data` cuts batches, `loss` averages
-by the tokens that count. Names load when first used.
+by the tokens that count. `tiled` runs an MLP or a loss tile by tile, `chunked_loss` a cross entropy. Names
+load when first used.
 """
 
 from __future__ import annotations
@@ -14,17 +15,19 @@ __all__ = [
     "UlyssesSPAttentionHF",
     "UlyssesSPDataLoaderAdapter",
     "auto_wrap_model_for_sp",
+    "chunked_loss",
     "cross_entropy",
     "detect_model_sp_info",
     "layer",
     "mean_over_sequence",
     "own_part",
     "pad_batch",
+    "tiled",
 ]
 
 __getattr__, __dir__ = attach(
     __name__,
-    submodules=("cross_entropy", "layer"),
+    submodules=("chunked_loss", "cross_entropy", "layer", "tiled"),
     names={
         "DistributedAttention": "deepspeed.sequence.layer:DistributedAttention",
         "SPModelInfo": "deepspeed.sequence.auto_wrap:SPModelInfo",

@@ -18,6 +18,10 @@ business of the stores (`zero.gradients`). Three facts carry the design:
    before that is
    known; where only shards are kept it is, and what came late is launched again. [Note: arrivals are learned]
 
+[Note: not ready] A client that runs backward several times over for one parameter (tiles of a sequence) says by
+`param.ds_grad_is_ready = False` that more is to come. Until it is True again arrivals are not counted, and autograd adds to
+`param.grad`; at the end of backward what is there counts, whatever the attribute says.
+
 [Note: hooks hold nothing] Python's collector does not look into hooks of this kind. What they held would hold the parameter
 in turn, and both for ever: an engine that is dropped without `destroy` would keep its model and masters in memory.
 
@@ -203,7 +207,9 @@ class GradientReducer:
         param: Any = bucket.flat.members[index].param  # torch leaves this method untyped
         key, reducer, filled = id(param), weakref.ref(self), weakref.ref(bucket)
 
-        def grad_ready(_: Tensor) -> None:
+        def grad_ready(arrived: Tensor) -> None:
+            if not getattr(arrived, "ds_grad_is_ready", True):  # [Note: not ready]
+                return
             live, arrived_in = reducer(), filled()
             if live is not None and arrived_in is not None:
                 live._gradient_ready(arrived_in, key)
