@@ -39,6 +39,7 @@ from benchmarks import (  # noqa: E402
     pipeline_step,
     reduce_update,
     step_walk,
+    tensor_step,
     train_step,
     ulysses,
     zero_step,
@@ -66,6 +67,7 @@ _MODULES = (
     checkpoint_export,
     disk_io,
     step_walk,
+    tensor_step,
     native_twins,
     host_step,
 )

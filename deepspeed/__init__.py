@@ -30,6 +30,8 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal t
     from deepspeed.engine.pipeline import PipelineEngine as PipelineEngine
     from deepspeed.errors import ConfigError
     from deepspeed.pipe.module import PipelineModule as PipelineModule
+    from deepspeed.tensor_parallel.recorded import set_autotp_mode as set_autotp_mode
+    from deepspeed.tensor_parallel.recorded import tp_model_init as tp_model_init
     from deepspeed.version import git_branch as git_branch
     from deepspeed.version import git_hash as git_hash
     from deepspeed.zero.optimizer import DeepSpeedOptimizer as DeepSpeedOptimizer
@@ -64,6 +66,8 @@ _NAMES = {
     "load_ds_config": "deepspeed.api:load_ds_config",
     "log_dist": "deepspeed.common.logging:log_dist",
     "logger": "deepspeed.common.logging:logger",
+    "set_autotp_mode": "deepspeed.tensor_parallel.recorded:set_autotp_mode",
+    "tp_model_init": "deepspeed.tensor_parallel.recorded:tp_model_init",
 }
 
 _SUBMODULES = (
@@ -77,6 +81,7 @@ _SUBMODULES = (
     "git_version_info",
     "io",
     "launcher",
+    "module_inject",
     "moe",
     "monitor",
     "nvme",
@@ -102,16 +107,13 @@ _UNBUILT_NAMES = (
     "init_inference",
     "linear",
     "merge_tp_model_init_into_config",
-    "module_inject",
     "profiling",
     "record_tp_model_init_args",
     "replace_transformer_layer",
     "resolve_per_head_muon_after_sharding",
     "revert_transformer_layer",
     "sequence",
-    "set_autotp_mode",
     "set_optimizer_flags",
-    "tp_model_init",
 )
 """Documented names that this version does not have. Each disappears from here when its feature arrives."""
 

@@ -133,7 +133,9 @@ NOTES: dict[str, str] = {
     "compile": _LATER,
     "compile.disable": _IDLE,
     "compile.backend": _IDLE,
-    "tensor_parallel": _LATER,
+    "tensor_parallel.dtype": "accepted, no effect: the precision blocks say it",
+    "tensor_parallel.keep_module_on_host": _ALWAYS,
+    "tensor_parallel.replace_with_kernel_inject": "only false in training",
 }
 """Key or block -> its status, where it is neither "works" nor an error: what is harmless to accept, and why."""
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import deepspeed.module_inject
 import deepspeed.runtime
 import deepspeed.utils
 from deepspeed.topology import groups
@@ -16,7 +17,7 @@ from deepspeed.zero import init_context
 
 DOORS = sorted(
     module.name
-    for package in (deepspeed.runtime, deepspeed.utils)
+    for package in (deepspeed.module_inject, deepspeed.runtime, deepspeed.utils)
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
 )
 DOTTED = [
@@ -27,6 +28,8 @@ DOTTED = [
     "deepspeed.checkpointing._CUDA_RNG_STATE_TRACKER",
     "deepspeed.checkpointing._set_cuda_rng_state",
     "deepspeed.checkpointing.configure",
+    "deepspeed.module_inject.AutoTPPresets.llama",
+    "deepspeed.module_inject.layers.GatherReplacedLayerParams",
     "deepspeed.runtime.activation_checkpointing.checkpointing.checkpoint",
     "deepspeed.runtime.base_optimizer.DeepSpeedOptimizer",
     "deepspeed.runtime.checkpoint_engine.checkpoint_engine.CheckpointEngine",

@@ -1,0 +1,401 @@
+"""From rules and structure to a placement of each layer; nothing of the model is changed.
+
+    rules on a block's layers                   its structure known           not known
+    -------------------------                   -----------------------       ---------------------------------
+    none, search allowed                        cut at heads / evenly         stays whole
+    all, none of them "whole"                   cut at heads / evenly         as the rules say, one by one
+    some                                        refused                       as the rules say, one by one
+
+Lives here: `plan_model`. Does not live here: rules (`plan`), blocks (`attention`, `search`), carrying out (`auto`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from deepspeed.common.logging import warn_once
+from deepspeed.config.parallel import PartitionConfig, TensorParallelConfig
+from deepspeed.errors import ArgumentError
+from deepspeed.tensor_parallel.attention import Attention, UnclearError, attention_of
+from deepspeed.tensor_parallel.heads import HeadShares, Parts, even_parts
+from deepspeed.tensor_parallel.layers import ColumnLinear, CutLayer, RowLinear, VocabularyEmbedding, WidthEmbedding
+from deepspeed.tensor_parallel.linears import in_features, is_linear, out_features
+from deepspeed.tensor_parallel.plan import (
+    Rule,
+    first_match,
+    rules_of_model,
+    rules_of_preset,
+    rules_of_rows,
+    rules_of_specs,
+    sections_of,
+)
+from deepspeed.tensor_parallel.search import Mlp, mlps_of
+
+__all__ = ["Block", "Placement", "Planned", "plan_model"]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What one layer becomes.
+
+    Attributes:
+        kind: its class.
+        parts: spans of each rank.
+        entry: what columns that may take the same input have in common.
+        attributes: of the class.
+    """
+
+    kind: type[CutLayer]
+    parts: Parts
+    entry: str = ""
+    attributes: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Block:
+    """Layers between which activations are parts.
+
+    Attributes:
+        name: of the module that runs them.
+        columns: names of the layers that make parts.
+        row: name of the layer that ends them.
+        attention: where it is one.
+        shares: its heads.
+    """
+
+    name: str
+    columns: tuple[str, ...]
+    row: str
+    attention: Attention | None = None
+    shares: HeadShares | None = None
+
+
+@dataclass
+class Planned:
+    """The whole plan.
+
+    Attributes:
+        placements: by name of the layer.
+        blocks: in which they lie.
+        summed: names of modules that stay whole and see parts.
+        whole: names of blocks that could have been cut, and why they are not.
+        vocabulary_head: name of an output layer whose outputs stay parts.
+    """
+
+    placements: dict[str, Placement] = field(default_factory=dict)
+    blocks: list[Block] = field(default_factory=list)
+    summed: list[str] = field(default_factory=list)
+    whole: dict[str, str] = field(default_factory=dict)
+    vocabulary_head: str | None = None
+
+
+def plan_model(model: nn.Module, config: TensorParallelConfig, ranks: int) -> Planned:
+    """Decide. The same on all ranks.
+
+    Raises:
+        ArgumentError: as for `apply_auto_tp`.
+    """
+    planner = _Planner(model, config, ranks)
+    planner.check()
+    planner.place_blocks()
+    planner.place_rest()
+    planner.place_vocabulary()
+    for name, reason in planner.planned.whole.items():
+        warn_once(("auto_tp", name), "tensor_parallel: %r stays whole on every rank: it %s", name, reason)
+    if not planner.planned.placements:
+        raise ArgumentError(planner.nothing_found())
+    return planner.planned
+
+
+class _Planner:
+    def __init__(self, model: nn.Module, config: TensorParallelConfig, ranks: int) -> None:
+        self.planned = Planned()
+        self._model, self._config, self._ranks = model, config, ranks
+        self._own = (
+            config.partition_config if config.partition_config and config.partition_config.enabled else PartitionConfig()
+        )
+        self._grain = config.tensor_parallel.tp_grain_size
+        self._modules = dict(model.named_modules())
+        self._rules = self._all_rules()
+        self._searches = self._own.use_default_specs and config.preset_model is None and not config.injection_policy_tuple
+
+    def _all_rules(self) -> list[Rule]:
+        model_type = getattr(getattr(self._model, "config", None), "model_type", None)
+        rules = rules_of_specs(self._own, model_type)
+        rules += rules_of_rows(_names_of_rows(self._config.injection_policy_tuple))
+        if not self._own.use_default_specs:
+            return rules
+        if self._config.preset_model is not None:
+            return [*rules, *rules_of_preset(self._config.preset_model)]
+        plan = getattr(self._model, "_tp_plan", None)
+        if isinstance(plan, dict) and plan:
+            of_model, unknown = rules_of_model(plan)
+            for style in sorted(set(unknown)):
+                warn_once(
+                    ("tp_plan", style), "tensor_parallel: the model's plan has layers of style %r: they stay whole", style
+                )
+            rules += of_model
+        return rules
+
+    # -- checks
+
+    def check(self) -> None:
+        """Refuse what cannot be followed."""
+        config = self._config
+        if config.replace_with_kernel_inject:
+            raise ArgumentError(
+                "tensor_parallel.replace_with_kernel_inject=True is for inference. Leave it out of a training config."
+            )
+        if self._own.tp_size not in (None, self._ranks):
+            raise ArgumentError(
+                f"tensor_parallel.partition_config.tp_size={self._own.tp_size}, but {self._ranks} ranks share each layer "
+                "(autotp_size). Leave it out."
+            )
+        for rule in self._rules:
+            if rule.kind in ("column", "row") and rule.source.startswith("tensor_parallel"):
+                self._check_match(rule)
+
+    def _check_match(self, rule: Rule) -> None:
+        matched = [name for name in self._modules if rule.matches(name)]
+        if not matched and not any(rule.pattern.search(name) for name, _ in self._model.named_parameters()):
+            raise ArgumentError(
+                f"{rule.source}: {rule.pattern.pattern!r} matches no parameter of {type(self._model).__name__}, which has "
+                f"{', '.join(name for name, _ in list(self._model.named_parameters())[:4])}, ... Correct the pattern, or "
+                "leave it out."
+            )
+        for name, param in self._model.named_parameters():
+            owner = name.rpartition(".")[0]
+            if rule.pattern.search(name) and param.dim() > 2:
+                raise ArgumentError(
+                    f"{rule.source}: {name!r} has shape {tuple(param.shape)}: stacked experts are not cut over "
+                    "tensor-parallel ranks. Spread them over ranks with expert_parallel, and let the pattern leave "
+                    f"{owner!r} out."
+                )
+
+    def nothing_found(self) -> str:
+        near = "".join(f"\n  {name}: it {reason}." for name, reason in list(self.planned.whole.items())[:5])
+        return (
+            f"tensor_parallel, {self._ranks} ranks, but no layer of {type(self._model).__name__} is cut: no rule matches, "
+            f"it has no plan (tp_plan), and no block looks like attention or an MLP.{near}\n"
+            "Say which layers are cut: tensor_parallel.partition_config.layer_specs = "
+            '[{"patterns": [".*\\\\.fc1\\\\.weight$"], "partition_type": "column"}, '
+            '{"patterns": [".*\\\\.fc2\\\\.weight$"], "partition_type": "row"}].'
+        )
+
+    # -- blocks
+
+    def place_blocks(self) -> None:
+        """Attention and MLPs."""
+        for name in self._modules:
+            if isinstance(self._modules[name], nn.MultiheadAttention) and self._searches:
+                self.planned.whole[name] = "is torch.nn.MultiheadAttention, which reads its weights itself"
+                continue
+            self._place_attention(name)
+            for mlp in mlps_of(self._model, name):
+                if self._takes(mlp.members, f"the MLP {mlp.name!r}"):
+                    self._place_mlp(mlp)
+
+    def _place_attention(self, name: str) -> None:
+        children = [child for child, module in self._modules[name].named_children() if is_linear(module)]
+        rules = [first_match(self._rules, f"{name}.{child}" if name else child) for child in children]
+        try:
+            found = attention_of(self._model, name, sections=any(rule is not None and rule.shape for rule in rules))
+            shares = None if found is None else found.shares(self._ranks)
+        except UnclearError as reason:
+            self._leave(name, children, str(reason))
+            return
+        if found is None or shares is None or not self._takes((*found.columns, found.row), f"the attention {name!r}"):
+            return
+        for column, parts in found.column_parts(shares).items():
+            self._put(column, ColumnLinear, parts, entry=name, gather_output=False)
+        self._put(found.row, RowLinear, shares.query_rows(found.head_dim), split_input=False)
+        bias = found.position_bias()
+        if bias is not None:
+            self._put(bias, WidthEmbedding, shares.query_rows(1), gather_output=False)
+        self.planned.summed.extend(found.norms)
+        self.planned.blocks.append(Block(name, found.columns, found.row, found, shares))
+
+    def _leave(self, name: str, children: Iterable[str], reason: str) -> None:
+        """Attention that is not understood stays whole, unless the user has said otherwise."""
+        for child in children:
+            full = f"{name}.{child}" if name else child
+            rule = first_match(self._rules, full)
+            if rule is not None and rule.source.startswith("tensor_parallel") and rule.kind != "whole":
+                raise ArgumentError(
+                    f"{rule.source}: {full!r} cannot be cut: {name!r} {reason}. Use partition_type 'skip' for its layers, "
+                    "or give the fused parts of its projection by 'shape'."
+                )
+        self.planned.whole[name] = reason
+        self._kept_whole(f"{name}.{child}" if name else child for child in children)
+
+    def _kept_whole(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._rules.insert(0, Rule(_exactly(name), "whole", "the structure of its block"))
+
+    def _takes(self, members: tuple[str, ...], what: str) -> bool:
+        """Whether a block is cut: see the picture."""
+        if any(name in self.planned.placements for name in members):
+            return False
+        rules = [first_match(self._rules, name) for name in members]
+        if all(rule is None for rule in rules):
+            return self._searches
+        if any(rule is None for rule in rules) and any(rule is not None and rule.source.endswith("tuple") for rule in rules):
+            return True  # injection_policy_tuple names rows alone
+        kinds = {name: None if rule is None else rule.kind for name, rule in zip(members, rules, strict=True)}
+        *columns, row = kinds.values()
+        if set(columns) == {"column"} and row == "row":
+            return True
+        if any(kind in ("column", "row") for kind in kinds.values()) and _is_half(columns, row):
+            raise ArgumentError(
+                f"tensor_parallel: of {what}, rules cut {_list(kinds, 'column', 'row')} and leave "
+                f"{_list(kinds, None, 'whole')} whole. Its columns and its row go together: cut all of them, or none."
+            )
+        return False
+
+    def _place_mlp(self, mlp: Mlp) -> None:
+        row = self._modules[mlp.row]
+        width = in_features(row)
+        for name in mlp.columns:
+            rule = first_match(self._rules, name)
+            sections = (width,) * mlp.sections
+            if rule is not None and rule.shape is not None:
+                sections = sections_of(rule, name, out_features(self._modules[name])) or sections
+            parts = even_parts(width, self._ranks, self._grain, sections)
+            self._put(name, ColumnLinear, parts, entry=f"{mlp.name}:{mlp.columns[0]}", gather_output=False)
+        self._put(mlp.row, RowLinear, even_parts(width, self._ranks, self._grain), split_input=False)
+        self.planned.blocks.append(Block(mlp.name, mlp.columns, mlp.row))
+
+    # -- one by one
+
+    def place_rest(self) -> None:
+        """What rules say of layers outside known blocks."""
+        unmatched = []
+        for name, module in self._modules.items():
+            is_embedding = isinstance(module, nn.Embedding)
+            if name in self.planned.placements or not (is_embedding or is_linear(module)):
+                self._sum_if_asked(name, module)
+                continue
+            rule = first_match(self._rules, name)
+            if rule is None:
+                unmatched += [] if is_embedding or self._is_head(name) else [name]
+            elif rule.kind == "whole":
+                self._sum_if_asked(name, module)
+            elif is_embedding:
+                self._place_embedding(name, module, rule)
+            elif not self._is_head(name):
+                self._place_linear(name, module, rule)
+        if self._own.strict_mode and (unmatched or self.planned.whole):
+            names = [*unmatched, *self.planned.whole]
+            raise ArgumentError(
+                f"tensor_parallel.partition_config.strict_mode: no rule matches {', '.join(map(repr, names[:8]))}"
+                f"{f' and {len(names) - 8} more' if len(names) > 8 else ''}. Add them to layer_specs, with partition_type "
+                "'skip' for what stays whole."
+            )
+
+    def _sum_if_asked(self, name: str, module: nn.Module) -> None:
+        rule = first_match(self._rules, name) if any(True for _ in module.parameters(recurse=False)) else None
+        if rule is not None and rule.sum_gradient and name not in self.planned.summed:
+            is_default = not rule.source.startswith("tensor_parallel")
+            parent = name.rpartition(".")[0]
+            if is_default and parent not in {block.name for block in self.planned.blocks}:
+                return  # its block stays whole
+            self.planned.summed.append(name)
+
+    def _place_linear(self, name: str, module: nn.Module, rule: Rule) -> None:
+        entry = name.rpartition(".")[0]
+        if rule.kind == "column":
+            width = out_features(module)
+            parts = even_parts(width, self._ranks, self._grain, sections_of(rule, name, width))
+            self._put(name, ColumnLinear, parts, entry=f"{entry}:", gather_output=rule.gather_output)
+        elif rule.kind == "row":
+            width = in_features(module)
+            parts = even_parts(width, self._ranks, self._grain, sections_of(rule, name, width))
+            self._put(name, RowLinear, parts, split_input=rule.split_input)
+
+    def _place_embedding(self, name: str, module: nn.Embedding, rule: Rule) -> None:
+        dim = rule.dim if rule.dim is not None else self._own.embedding_partition_dim
+        is_width = rule.kind == "width" or (rule.kind in ("column", "row", "embedding") and dim == 1)
+        if module.max_norm is not None or module.sparse:
+            raise ArgumentError(
+                f"{rule.source}: embedding {name!r} has max_norm or sparse gradients, which need whole rows on every rank. "
+                "Use partition_type 'skip' for it."
+            )
+        if is_width:
+            self._put(name, WidthEmbedding, even_parts(module.embedding_dim, self._ranks), gather_output=True)
+        else:
+            self._put(name, VocabularyEmbedding, even_parts(module.num_embeddings, self._ranks))
+
+    # -- the vocabulary
+
+    def place_vocabulary(self) -> None:
+        """The output layer, and the embedding that shares its weight."""
+        heads = [name for name, module in self._modules.items() if is_linear(module) and self._is_head(name)]
+        asked = self._config.vocab_parallel_lm_head
+        if asked and not heads:
+            raise ArgumentError(
+                f"tensor_parallel.vocab_parallel_lm_head=True, but {type(self._model).__name__} has no linear layer named "
+                f"{' or '.join(self._own.lm_head_patterns)}. Name it in partition_config.lm_head_patterns."
+            )
+        for name in heads:
+            rule = first_match(self._rules, name)
+            tied = list(self._tied(name))
+            is_cut = rule is not None and rule.kind == "column" if asked is None else asked
+            is_cut = is_cut or (asked is None and any(each in self.planned.placements for each in tied))
+            if not is_cut:
+                for each in tied:
+                    self.planned.placements.pop(each, None)
+                continue
+            gathers = not asked
+            if not gathers:
+                self.planned.vocabulary_head = name
+            width = out_features(self._modules[name])
+            parts = even_parts(width, self._ranks)
+            self._put(name, ColumnLinear, parts, entry=name, gather_output=gathers)
+            for each in tied:
+                kind = VocabularyEmbedding if isinstance(self._modules[each], nn.Embedding) else ColumnLinear
+                attributes: dict[str, Any] = {} if kind is VocabularyEmbedding else {"gather_output": True}
+                self._put(each, kind, parts, **attributes)
+
+    def _tied(self, name: str) -> Iterator[str]:
+        weight = self._modules[name].weight
+        for other, module in self._modules.items():
+            if (
+                other != name
+                and getattr(module, "weight", None) is weight
+                and (is_linear(module) or isinstance(module, nn.Embedding))
+            ):
+                yield other
+
+    def _is_head(self, name: str) -> bool:
+        last = name.rpartition(".")[2]
+        return any(pattern in (last, name) for pattern in self._own.lm_head_patterns)
+
+    def _put(self, name: str, kind: type[CutLayer], parts: Parts, entry: str = "", **attributes: Any) -> None:
+        self.planned.placements[name] = Placement(kind, parts, entry, tuple(attributes.items()))
+
+
+def _names_of_rows(policy: Any) -> list[str]:
+    """Names in `injection_policy_tuple`: strings, in tuples, or in a dictionary of a block's class to them."""
+    if policy is None:
+        return []
+    if isinstance(policy, str):
+        return [policy.removeprefix(".").replace(".", r"\.")]
+    return [name for each in (policy.values() if isinstance(policy, dict) else policy) for name in _names_of_rows(each)]
+
+
+def _is_half(columns: Sequence[str | None], row: str | None) -> bool:
+    """Whether some are cut without the others, in a way that no gather or split makes up for."""
+    return ("column" in columns) != (set(columns) == {"column"}) or (row == "row") != ("column" in columns)
+
+
+def _list(kinds: Mapping[str, str | None], *wanted: str | None) -> str:
+    return ", ".join(repr(name) for name, kind in kinds.items() if kind in wanted)
+
+
+def _exactly(name: str) -> re.Pattern[str]:
+    return re.compile(rf"^{re.escape(name)}\.weight$")
