@@ -24,6 +24,7 @@ from deepspeed.common.wording import some
 __all__ = ["show_checkpoint"]
 
 _SHOWN_STATE = ("global_steps", "global_samples", "skipped_steps", "micro_steps", "loss_scaler", "lr_scheduler", "data")
+_SHOWN_WHERE_STORED = ("mesh",)
 _KEYS_SHOWN = 60
 
 
@@ -37,6 +38,8 @@ class _Stored(NamedTuple):
     fragments: int | None
     """Pieces that it is stored in; None where the layout has no such notion."""
     files: list[str] | None
+    cut: str | None
+    """How ranks held it, where they held parts whose order it is stored in."""
 
 
 def show_checkpoint(place: Place, pattern: str = "*") -> Report:
@@ -85,10 +88,12 @@ def _stored(source: CheckpointSource, name: str) -> _Stored:
     shape, dtype = source.shape(name), source.dtype(name)
     nbytes = prod(shape) * dtype.itemsize
     if not isinstance(source, CheckpointReader):
-        return _Stored(name, list(shape), dtype_text(dtype), nbytes, None, None)
-    fragments = source.manifest.tensors[name].fragments
-    files = sorted({fragment.file for fragment in fragments})
-    return _Stored(name, list(shape), dtype_text(dtype), nbytes, len(fragments), files)
+        return _Stored(name, list(shape), dtype_text(dtype), nbytes, None, None, None)
+    entry, cut = source.manifest.tensors[name], source.cut(name)
+    files = sorted({fragment.file for fragment in entry.fragments})
+    parts = None if cut is None else f"{cut.ranks} along {cut.dim}"
+    nbytes = entry.stored_numel * dtype.itemsize
+    return _Stored(name, list(shape), dtype_text(dtype), nbytes, len(entry.fragments), files, parts)
 
 
 class _Kind(NamedTuple):
@@ -129,6 +134,7 @@ def _head(place: Place, facts: Facts) -> list[RenderableType]:
 
 def _state_lines(state: Mapping[str, Any]) -> list[RenderableType]:
     rows = [(key, _brief(state.get(key))) for key in _SHOWN_STATE]
+    rows += [(key, _brief(state[key])) for key in _SHOWN_WHERE_STORED if state.get(key)]
     rows += [(key, _name_list(state.get(key))) for key in ("shared_parameters", "frozen_parameters", "buffers")]
     shown: list[RenderableType] = [table("State", ("key", "value"), rows)]
     optimizer = state.get("optimizer")
@@ -148,6 +154,7 @@ def _members(optimizer: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _tensor_table(tensors: list[_Stored]) -> RenderableType:
+    has_parts = any(tensor.cut for tensor in tensors)
     rows = [
         (
             tensor.name,
@@ -156,10 +163,11 @@ def _tensor_table(tensors: list[_Stored]) -> RenderableType:
             nbytes_text(tensor.nbytes),
             tensor.fragments,
             _places(tensor.files),
+            *([tensor.cut] if has_parts else []),
         )
         for tensor in tensors
     ]
-    columns = ("name", "shape", "dtype", "size", "fragments", "in")
+    columns = ("name", "shape", "dtype", "size", "fragments", "in", *(["parts"] if has_parts else []))
     return table("Tensors", columns, rows, right=("size", "fragments"))
 
 

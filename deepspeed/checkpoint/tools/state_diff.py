@@ -17,7 +17,8 @@ from deepspeed.checkpoint.source import CheckpointSource
 
 __all__ = ["StateDifference", "compare_states", "compare_values"]
 
-_HOW_IT_WAS_WRITTEN = ("zero_stage", "dp_world_size", "ds_config")
+_HOW_IT_WAS_WRITTEN = ("zero_stage", "dp_world_size", "mesh", "ds_config")
+_MODEL_AXES = ("pipe", "sequence", "tensor")
 _COMPARED_ELSEWHERE = ("scalars", "members")
 _ABSENT = object()
 
@@ -71,10 +72,11 @@ def _training(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rank_states(a: CheckpointSource, b: CheckpointSource, *, same_layout: bool) -> list[StateDifference]:
     """Random generators and the like, for the ranks that both checkpoints have."""
-    if a.state["dp_world_size"] != b.state["dp_world_size"]:
+    ranks, sizes = a.state["dp_world_size"], _model_sizes(a)
+    if ranks != b.state["dp_world_size"] or sizes != _model_sizes(b):
         return []
     found = []
-    for rank in range(a.state["dp_world_size"]):
+    for rank in range(ranks * math.prod(sizes)):
         one, other = a.rank_state(rank), b.rank_state(rank)
         for key in [*one, *(key for key in other if key not in one)]:
             value_a, value_b = one.get(key, _ABSENT), other.get(key, _ABSENT)
@@ -84,6 +86,11 @@ def _rank_states(a: CheckpointSource, b: CheckpointSource, *, same_layout: bool)
                 counts = same_layout or None not in (told_a, told_b)
                 found.append(StateDifference(f"rank_state[{rank}].{key}", told_a, told_b, counts))
     return found
+
+
+def _model_sizes(source: CheckpointSource) -> list[int]:
+    """Ranks along the axes whose ranks share one model or one sequence."""
+    return [source.state.get("mesh", {}).get(axis, 1) for axis in _MODEL_AXES]
 
 
 def _is_equal(a: Any, b: Any) -> bool:
