@@ -9,15 +9,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
-import subprocess
 import sys
 import time
 from pathlib import Path
 
-from deepspeed.accelerator import get_accelerator
-
-CPU_RANKS = 2
+from starting import launch
 
 
 def main() -> int:
@@ -33,19 +29,6 @@ def main() -> int:
             return status
     print(f"both launches took {time.monotonic() - started:.0f} s")
     return 0
-
-
-def launch(script: list[str]) -> int:
-    """Start `script` through the launcher and wait; returns its exit status."""
-    environment = dict(os.environ)
-    flags = []
-    if get_accelerator().device_name() == "cpu":
-        flags = ["--num_gpus", str(CPU_RANKS)]
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // CPU_RANKS)))
-    print(f"$ {shlex.join(['deepspeed', *flags, *script])}", flush=True)
-    return subprocess.run(
-        [sys.executable, "-m", "deepspeed.launcher.runner", *flags, *script], env=environment, check=False
-    ).returncode
 
 
 if __name__ == "__main__":

@@ -8,16 +8,15 @@ On a machine with GPUs the launcher takes all of them; on a CPU two ranks share 
 from __future__ import annotations
 
 import os
-import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 from plot import draw_routing
 
-from deepspeed.accelerator import get_accelerator
+sys.path.append(str(Path(__file__).parents[1] / "gpt"))
 
-CPU_RANKS = 2
+from starting import launch
+
 RUNS = {"load-balancing loss x 0.01": ("balanced", "0.01"), "without it": ("alone", "0")}
 
 
@@ -32,19 +31,6 @@ def main() -> int:
     draw_routing({title: out / folder / "routing.csv" for title, (folder, _) in RUNS.items()}, out / "routing.png")
     print(f"drawn: {out / 'routing.png'}")
     return 0
-
-
-def launch(script: list[str]) -> int:
-    """Start `script` through the launcher and wait; returns its exit status."""
-    environment = dict(os.environ)
-    flags = []
-    if get_accelerator().device_name() == "cpu":
-        flags = ["--num_gpus", str(CPU_RANKS)]
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // CPU_RANKS)))
-    print(f"$ {shlex.join(['deepspeed', *flags, *script])}", flush=True)
-    return subprocess.run(
-        [sys.executable, "-m", "deepspeed.launcher.runner", *flags, *script], env=environment, check=False
-    ).returncode
 
 
 if __name__ == "__main__":
