@@ -47,7 +47,7 @@ class TopLevel(ConfigModel):
     """The engine counts micro-batches; false makes every `step()` an optimizer step."""
 
     steps_per_print: Cadence = None
-    """Optimizer steps between progress lines; null, 0 and infinity mean never."""
+    """Optimizer steps between progress lines; null, 0 and infinity mean never. The first rank's counts for all."""
 
     dump_state: bool = False
     """Log the engine's settings when it is built."""

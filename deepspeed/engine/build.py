@@ -41,7 +41,7 @@ from deepspeed.engine.partition import Partition, attach_gradient_stores, copy_f
 from deepspeed.engine.parts import EngineParts
 from deepspeed.engine.pipeline import PipelineEngine
 from deepspeed.engine.random_state import start_alike
-from deepspeed.engine.report import StepReport
+from deepspeed.engine.report import Cadence, StepReport
 from deepspeed.engine.request import EngineRequest
 from deepspeed.engine.same_inputs import SameInputs
 from deepspeed.engine.stage import refuse_for_pipelines
@@ -216,6 +216,7 @@ def _report(request: EngineRequest, terms: Terms) -> StepReport:
         synchronize=get_accelerator().synchronize,
         mark_memory=lambda label: see_memory_usage(label, force=True),
         experts=ExpertReport(request.module, request.mesh.zero_group),
+        cadence=Cadence.of(request.config).of_first(request.mesh.world, terms.device),
     )
 
 

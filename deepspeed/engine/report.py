@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +45,34 @@ class StepSummary:
     loss: float | None
 
 
+class Cadence(NamedTuple):
+    """Which steps are reported: a question that all ranks must answer alike, because reporting is collective.
+
+    Attributes:
+        every: steps from one progress line to the next; 0: there are none.
+        has_monitor: every step is reported.
+    """
+
+    every: int
+    has_monitor: bool
+
+    @classmethod
+    def of(cls, config: DeepSpeedConfig) -> Cadence:
+        """What this rank's config asks for."""
+        every = config.steps_per_print
+        blocks = (config.tensorboard, config.wandb, config.csv_monitor, config.comet)
+        return cls(int(every) if every is not None and math.isfinite(every) else 0, any(block.enabled for block in blocks))
+
+    def of_first(self, axis: AxisGroup, device: torch.device) -> Cadence:
+        """The first rank's: its lines and events are those that are written. Collective over `axis`: one broadcast."""
+        if axis.size == 1:
+            return self
+        told = torch.tensor([self.every, self.has_monitor], dtype=torch.int64, device=device)
+        comm.broadcast(told, src=axis.ranks[0], group=axis.group)
+        every, has_monitor = told.tolist()
+        return Cadence(every, bool(has_monitor))
+
+
 class StepReport:
     """Collects during a step, speaks at its end. Every method is called by every data-parallel rank.
 
@@ -56,6 +84,7 @@ class StepReport:
         synchronize: waits for the device.
         mark_memory: logs memory in use under a label, where `memory_breakdown` asks for it.
         experts: the routers of the model, if it has any.
+        cadence: which steps are reported, the same on all ranks; None: what `config` asks for.
     """
 
     def __init__(
@@ -68,14 +97,13 @@ class StepReport:
         synchronize: Callable[[], None],
         mark_memory: Callable[[str], None] | None = None,
         experts: ExpertReport | None = None,
+        cadence: Cadence | None = None,
     ) -> None:
         self.monitor = monitor
         self.axis = axis
         self.timers: Timers | NullTimers = Timers(synchronize) if config.wall_clock_breakdown else NullTimers()
-        every = config.steps_per_print
-        self._every = int(every) if every is not None and math.isfinite(every) else None
-        blocks = (config.tensorboard, config.wandb, config.csv_monitor, config.comet)
-        self._has_monitor = any(block.enabled for block in blocks)
+        every, self._has_monitor = cadence or Cadence.of(config)
+        self._every = every or None
         self.throughput = ThroughputTimer(
             config.timers.throughput, batch_size, steps_per_output=self._every, synchronize=synchronize
         )

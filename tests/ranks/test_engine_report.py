@@ -7,10 +7,13 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from torch import nn
 
 import deepspeed
 from deepspeed import comm
+from deepspeed.moe.layer import MoE
 from tests.support.engines import config, make_engine
 from tests.support.models import Mlp, build, make_batches
 from tests.support.ranks import run_ranks
@@ -115,3 +118,36 @@ def test_nothing_is_printed_unless_asked() -> None:
     for lines, level in run_ranks(_quiet, 2):
         assert [line for line in lines if "DeepSpeed info" not in line] == []
         assert level == logging.ERROR
+
+
+def _own_reports(rank: int, world_size: int, teller: int, folder: str) -> list[str]:
+    """One rank alone asks for reports; the model has experts, whose figures are collective too."""
+    records = Records()
+    logging.getLogger("DeepSpeed").addHandler(records)
+    own = {"steps_per_print": 1, "csv_monitor": {"enabled": True, "output_path": folder}} if rank == teller else {}
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), WithExperts())
+    engine = make_engine(model, config(**own), optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(2):
+        engine.backward(engine(torch.ones(3, 4)).sum())
+        engine.step()
+    engine.destroy()
+    return [line for line in records.lines if line.startswith("step=")]
+
+
+class WithExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe = MoE(4, nn.Linear(4, 4), num_experts=2, k=2)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.moe(hidden)[0]
+        return output
+
+
+@pytest.mark.parametrize("teller", [0, 1])
+def test_the_first_rank_decides_which_steps_are_reported(tmp_path: Path, teller: int) -> None:
+    first, other = run_ranks(_own_reports, 2, teller, str(tmp_path))
+    assert len(first) == (2 if teller == 0 else 0)
+    assert other == []
+    assert len(list(tmp_path.rglob("*expert_1_tokens.csv"))) == (1 if teller == 0 else 0)
