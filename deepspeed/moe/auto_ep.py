@@ -30,6 +30,7 @@ from deepspeed.errors import ArgumentError, UsageError
 from deepspeed.moe.dispatch import Exchange, Ways, from_rows, to_rows
 from deepspeed.moe.experts import expert_group_name
 from deepspeed.moe.gating import pairs_of
+from deepspeed.moe.remaking import remaking
 from deepspeed.moe.stacked import NotStackedError, Stacks, run_experts, stacks_of
 from deepspeed.sharding import Cut
 from deepspeed.topology import groups
@@ -154,7 +155,10 @@ class SpreadExperts(nn.Module):
             exchange = Exchange(self._axis, pairs.kept_E, self.num_local_experts)
             ways = Ways(pairs, exchange.leaving_rows, gradient_factor=self.ep_size)
             rows, rows_per_expert = exchange.there(to_rows(hidden_TM, ways)), exchange.rows_per_expert
-        rows = run_experts(self, self.stacks, rows, rows_per_expert, is_grouped=self._is_grouped)
+        with remaking() as remade:
+            if exchange is None:
+                rows = remade.taken(rows, hidden_TM, ways.token_R)
+            rows = run_experts(self, self.stacks, rows, rows_per_expert, is_grouped=self._is_grouped)
         if exchange is not None:
             rows = exchange.back(rows)
         weight_KT = weight_TK.T

@@ -28,6 +28,7 @@ from deepspeed.moe.dispatch import Exchange, Ways, from_rows, to_rows
 from deepspeed.moe.experts import Experts, expert_group_name
 from deepspeed.moe.gate import TopKGate
 from deepspeed.moe.gating import Routing
+from deepspeed.moe.remaking import remaking
 from deepspeed.topology import groups
 from deepspeed.topology.mesh import AxisGroup, ParallelMesh
 
@@ -116,7 +117,10 @@ class MOELayer(nn.Module):
     def _alone(self, hidden_TM: Tensor, routing: Routing) -> Tensor:
         rows_per_expert: list[int] = routing.kept_E.tolist()
         ways = Ways(routing, sum(rows_per_expert))
-        return from_rows(self.experts(to_rows(hidden_TM, ways), rows_per_expert), routing.weight_KT, ways)
+        with remaking() as remade:
+            rows_RM = remade.taken(to_rows(hidden_TM, ways), hidden_TM, ways.token_R)
+            rows_RN = self.experts(rows_RM, rows_per_expert)
+        return from_rows(rows_RN, routing.weight_KT, ways)
 
     def _spread(self, hidden_TM: Tensor, routing: Routing) -> Tensor:
         if self._axis is None:
@@ -127,7 +131,9 @@ class MOELayer(nn.Module):
         exchange = Exchange(self._axis, routing.kept_E, self.num_local_experts)
         ways = Ways(routing, exchange.leaving_rows, gradient_factor=self.ep_size)
         arrived_XM = exchange.there(to_rows(hidden_TM, ways))
-        returned_RN = exchange.back(self.experts(arrived_XM, exchange.rows_per_expert))
+        with remaking():
+            rows_XN = self.experts(arrived_XM, exchange.rows_per_expert)
+        returned_RN = exchange.back(rows_XN)
         return from_rows(returned_RN, routing.weight_KT, ways)
 
 
