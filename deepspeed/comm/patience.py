@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Patience", "ProcessIdentity", "host_identity", "known_host_identity"]
+__all__ = ["Patience", "ProcessIdentity", "host_identity", "host_name", "known_host_identity"]
 
 _SPINS = 64
 _YIELD_SECONDS = 1e-3
@@ -72,6 +72,11 @@ def known_host_identity() -> str:
         return host_identity()
     except OSError:
         return ""
+
+
+def host_name() -> str:
+    """The same; where /proc does not say it, the name in the network."""
+    return known_host_identity() or socket.gethostname()
 
 
 class Patience:

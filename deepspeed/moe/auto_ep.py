@@ -94,6 +94,7 @@ class SpreadExperts(nn.Module):
         if not self.is_spread:
             return
         axis = groups.get_current().axis("expert")
+        axis.hops()  # all ranks are here now; the groups are made once for all layers
         if self._axis is not None:
             if (axis.rank, axis.size) != (self._axis.rank, self._axis.size):
                 raise UsageError(

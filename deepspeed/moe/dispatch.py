@@ -10,13 +10,20 @@ gradient is a sum over E losses, while everything else averages losses over rank
 they enter the experts and by E where they leave them: then the mean over the ranks that hold the same expert, which every
 reducer takes, is the gradient of the mean loss (docs/adr/0016, point 3). Both factors ride on products that are made anyhow.
 
+[Note: two hops] Where the axis spans hosts, rows travel first among the ranks of this host, each to the rank that stands at
+the place which the receiver has on its own host; then among the ranks of that place over all hosts. So a rank sends one
+larger message to each other host, in place of one to each rank there. Same rows, same order, other messages.
+
+    rank (h, p) --inside h--> (h, q) --across hosts, at place q--> (h', q)
+
 Lives here: moving rows on one rank (`to_rows`, `from_rows`) and between ranks (`Exchange`). Called by `moe.layer`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +31,7 @@ from torch.autograd.function import once_differentiable
 
 from deepspeed import comm
 from deepspeed.moe.gating import Pairs, Routing
-from deepspeed.topology.mesh import AxisGroup
+from deepspeed.topology.mesh import AxisGroup, Hops
 
 __all__ = ["Exchange", "Ways", "from_rows", "to_rows"]
 
@@ -119,10 +126,20 @@ def from_rows(rows_RN: Tensor, weight_KT: Tensor, ways: Ways) -> Tensor:
     return output_TN
 
 
+class _Leg(NamedTuple):
+    """One all-to-all of rows, and the order in which they leave."""
+
+    order: tuple[Tensor, Tensor] | None
+    leaving: list[int]
+    arriving: list[int]
+    group: comm.ProcessGroup
+
+
 class Exchange:
     """Brings rows to the ranks that hold their experts, and back.
 
     Every rank of the axis makes one with the same number of experts, and calls both ways; backward passes the same way.
+    Where the axis spans hosts rows go in two hops ([Note: two hops]); they arrive in the same order.
 
     Args:
         axis: ranks that the experts are spread over.
@@ -131,35 +148,88 @@ class Exchange:
     """
 
     def __init__(self, axis: AxisGroup, kept_E: Tensor, num_local_experts: int) -> None:
-        self._group = axis.group
-        arriving_E = torch.empty_like(kept_E)
-        comm.all_to_all_single(arriving_E, kept_E, group=self._group)
-        leaving, arriving = torch.stack([kept_E, arriving_E]).view(2, axis.size, num_local_experts).tolist()
-        self._leaving = [sum(counts) for counts in leaving]
-        self._arriving = [sum(counts) for counts in arriving]
-        self.leaving_rows = sum(self._leaving)
+        hops = axis.hops()
+        found = _direct(axis, kept_E, num_local_experts) if hops is None else _by_hosts(hops, kept_E, num_local_experts)
+        self._legs, senders, arriving = found
+        self.leaving_rows = sum(self._legs[0].leaving)
         """Rows of this rank's tokens."""
         self.rows_per_expert = [sum(counts) for counts in zip(*arriving, strict=True)]
         """Rows that each of this rank's experts gets."""
-        self._order = _by_expert(arriving, kept_E.device) if num_local_experts > 1 else None
+        keys = [place * axis.size + sender for sender in senders for place in range(num_local_experts)]
+        self._order = _order(keys, [count for counts in arriving for count in counts], kept_E.device)
 
     def there(self, rows_RM: Tensor) -> Tensor:
-        """Return what this rank's experts get from all ranks, expert after expert: (X, M)."""
-        arrived_XM: Tensor = _AllToAll.apply(rows_RM, self._leaving, self._arriving, self._group)  # type: ignore[no-untyped-call]
-        return arrived_XM if self._order is None else _permuted(arrived_XM, *self._order)
+        """Return what this rank's experts get from all ranks, expert after expert, then rank after rank: (X, M)."""
+        for order, leaving, arriving, group in self._legs:
+            leaving_RM = rows_RM if order is None else _permuted(rows_RM, *order)
+            rows_RM = _AllToAll.apply(leaving_RM, leaving, arriving, group)  # type: ignore[no-untyped-call]
+        return rows_RM if self._order is None else _permuted(rows_RM, *self._order)
 
     def back(self, rows_XN: Tensor) -> Tensor:
         """Return what the experts of all ranks made of this rank's rows, in the order of `there`'s argument: (R, N)."""
-        leaving_XN = rows_XN if self._order is None else _permuted(rows_XN, *reversed(self._order))
-        returned_RN: Tensor = _AllToAll.apply(leaving_XN, self._arriving, self._leaving, self._group)  # type: ignore[no-untyped-call]
-        return returned_RN
+        rows = rows_XN if self._order is None else _permuted(rows_XN, *reversed(self._order))
+        for order, leaving, arriving, group in reversed(self._legs):
+            rows = _AllToAll.apply(rows, arriving, leaving, group)  # type: ignore[no-untyped-call]
+            rows = rows if order is None else _permuted(rows, *reversed(order))
+        return rows
 
 
-def _by_expert(arriving: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Index by which rows that came rank after rank stand expert after expert, and its inverse."""
-    expert_X = torch.tensor([place for counts in arriving for place in range(len(counts))])
-    expert_X = expert_X.repeat_interleave(torch.tensor([count for counts in arriving for count in counts]))
-    index_X = expert_X.argsort(stable=True)
+_Found = tuple[list[_Leg], Sequence[int], list[list[int]]]
+"""The way; the ranks that rows arrive from, in order; rows from each of them for each expert here."""
+
+
+def _direct(axis: AxisGroup, kept_E: Tensor, num_local_experts: int) -> _Found:
+    arriving_E = torch.empty_like(kept_E)
+    comm.all_to_all_single(arriving_E, kept_E, group=axis.group)
+    leaving, arriving = torch.stack([kept_E, arriving_E]).view(2, axis.size, num_local_experts).tolist()
+    return [_Leg(None, _sums(leaving), _sums(arriving), axis.group)], range(axis.size), arriving
+
+
+def _by_hosts(hops: Hops, kept_E: Tensor, num_local_experts: int) -> _Found:
+    """[Note: two hops]. Letters: `H` hosts, `L` places on each, `E` here: experts of one rank."""
+    hosts, places = hops.across.size, hops.inside.size
+    positions = torch.tensor(hops.positions, device=kept_E.device)
+    leaving_LHE = kept_E.view(-1, num_local_experts)[positions].view(hosts, places, -1).transpose(0, 1).contiguous()
+    passing_LHE, arriving_HLE = torch.empty_like(leaving_LHE), kept_E.new_empty(hosts, places, num_local_experts)
+    comm.all_to_all_single(passing_LHE, leaving_LHE, group=hops.inside.group)
+    passing_HLE = passing_LHE.transpose(0, 1).contiguous()
+    comm.all_to_all_single(arriving_HLE, passing_HLE, group=hops.across.group)
+    counts = torch.stack([leaving_LHE.flatten(), passing_LHE.flatten(), arriving_HLE.flatten()])
+    leaving_by_place, passing_by_place, arriving = counts.view(3, places * hosts, -1).tolist()
+    leaving_LH, passing_LH = _sums(leaving_by_place), _sums(passing_by_place)
+    by_place = [0] * len(hops.positions)  # by position in the axis: where its rows stand when they leave, place after place
+    leaving_by_position = list(by_place)
+    for number, position in enumerate(hops.positions):
+        host, place = divmod(number, places)
+        by_place[position] = place * hosts + host
+        leaving_by_position[position] = leaving_LH[by_place[position]]
+    by_host = [host * places + place for place in range(places) for host in range(hosts)]
+    legs = [
+        _Leg(
+            _order(by_place, leaving_by_position, kept_E.device),
+            [sum(leaving_LH[place * hosts : (place + 1) * hosts]) for place in range(places)],
+            [sum(passing_LH[place * hosts : (place + 1) * hosts]) for place in range(places)],
+            hops.inside.group,
+        ),
+        _Leg(
+            _order(by_host, passing_LH, kept_E.device),
+            [sum(passing_LH[host::hosts]) for host in range(hosts)],
+            [sum(_sums(arriving)[host * places : (host + 1) * places]) for host in range(hosts)],
+            hops.across.group,
+        ),
+    ]
+    return legs, hops.positions, arriving
+
+
+def _sums(counts: Sequence[Sequence[int]]) -> list[int]:
+    return [sum(each) for each in counts]
+
+
+def _order(keys: Sequence[int], counts: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor] | None:
+    """Index by which stretches of rows stand in the order of their keys, and its inverse; None where they do already."""
+    if all(one <= other for one, other in pairwise(keys)):
+        return None
+    index_X = torch.tensor(keys).repeat_interleave(torch.tensor(counts)).argsort(stable=True)
     inverse_X = torch.empty_like(index_X)
     inverse_X[index_X] = torch.arange(index_X.numel())
     return index_X.to(device, non_blocking=True), inverse_X.to(device, non_blocking=True)

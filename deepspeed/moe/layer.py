@@ -84,7 +84,7 @@ class MOELayer(nn.Module):
         return None if self._axis is None else self._axis.ranks
 
     def set_expert_axis(self, axis: AxisGroup) -> None:
-        """Tell the ranks that the experts are spread over.
+        """Tell the ranks that the experts are spread over. Collective over them at the first layer.
 
         Raises:
             ArgumentError: they are not `ep_size`.
@@ -94,6 +94,7 @@ class MOELayer(nn.Module):
                 f"an expert axis of {axis.size} ranks for a layer with ep_size={self.ep_size}; they must agree."
             )
         self._axis = axis
+        axis.hops()  # all ranks are here now; the groups are made once for all layers
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "l_aux": None, "exp_counts": None}  # a graph cannot be copied

@@ -18,7 +18,7 @@ from typing import Any
 
 from deepspeed.errors import ArgumentError
 
-__all__ = ["PipeDataParallelTopology", "PipeModelDataParallelTopology", "ProcessTopology"]
+__all__ = ["PipeDataParallelTopology", "PipeModelDataParallelTopology", "ProcessTopology", "ranks_by_host"]
 
 
 class ProcessTopology:
@@ -143,3 +143,17 @@ class PipeModelDataParallelTopology(ProcessTopology):
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__(("pipe", "data", "model"), (num_pp, num_dp, num_mp))
+
+
+def ranks_by_host(hosts: Sequence[str]) -> list[list[int]] | None:
+    """The positions in `hosts` of each host, hosts in the order of their first.
+
+    None where messages in two hops cannot be: they need several hosts with the same number of positions each, more than one,
+    and the hosts in one order at the first, the second, ... position of each, because a group's order is that of its ranks.
+    """
+    by_host: dict[str, list[int]] = {}
+    for position, host in enumerate(hosts):
+        by_host.setdefault(host, []).append(position)
+    found = list(by_host.values())
+    has_places = len(found) > 1 and len(found[0]) > 1 and all(len(each) == len(found[0]) for each in found)
+    return found if has_places and all(list(each) == sorted(each) for each in zip(*found, strict=True)) else None

@@ -28,17 +28,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 import torch.distributed as dist
 
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.patience import host_name
 from deepspeed.errors import ArgumentError, UsageError
-from deepspeed.topology.grid import ProcessTopology
+from deepspeed.topology.grid import ProcessTopology, ranks_by_host
 
-__all__ = ["AXES", "AxisGroup", "ParallelMesh", "tensor_axis_of"]
+__all__ = ["AXES", "AxisGroup", "Hops", "ParallelMesh", "tensor_axis_of"]
 
 AXES = ("pipe", "replica", "shard", "expert", "sequence", "tensor")
 
@@ -64,6 +65,10 @@ _MPU_NAMES: dict[tuple[str, ...], tuple[str, ...]] = {
 """What a model-parallel unit calls these groups: its accessors are `get_<name>_group` and `get_<name>_world_size`."""
 
 
+_UNKNOWN = object()
+_LEAST_FOR_HOPS = 4  # two hosts with two ranks each
+
+
 class AxisGroup:
     """The ranks along one axis (or several together) that this rank belongs to.
 
@@ -78,6 +83,7 @@ class AxisGroup:
         self.size = len(self.ranks)
         self.rank = self.ranks.index(global_rank)
         self._group = group
+        self._hops: Hops | object | None = _UNKNOWN
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -87,12 +93,55 @@ class AxisGroup:
             self._group = comm.new_group(list(self.ranks), use_local_synchronization=True)
         return self._group
 
+    def hops(self) -> Hops | None:
+        """The two parts of the axis where it spans hosts; None where messages go straight.
+
+        The first call is collective over the axis: ranks tell each other their hosts, and make the groups.
+        """
+        if self._hops is _UNKNOWN:
+            self._hops = self._found_hops() if self.size >= _LEAST_FOR_HOPS else None
+        return cast("Hops | None", self._hops)
+
+    def _found_hops(self) -> Hops | None:
+        hosts: list[str] = [""] * self.size
+        comm.all_gather_object(hosts, host_name(), group=self.group)
+        by_host = ranks_by_host(hosts)
+        if by_host is None:
+            return None
+        mine = self.ranks[self.rank]
+        inside = next([self.ranks[each] for each in host] for host in by_host if self.rank in host)
+        across = [self.ranks[host[inside.index(mine)]] for host in by_host]
+        groups = [comm.new_group(ranks, use_local_synchronization=True) for ranks in (inside, across)]
+        positions = tuple(position for host in by_host for position in host)
+        return Hops(AxisGroup(inside, mine, groups[0]), AxisGroup(across, mine, groups[1]), positions)
+
     def __deepcopy__(self, memo: object) -> AxisGroup:
         """This one: a copy of a module that holds it speaks to the same ranks."""
         return self
 
+    def __reduce__(self) -> NoReturn:
+        """Not pickled: another process has other groups, and would hold another rank's experts under its own numbers."""
+        raise UsageError(
+            f"a module that knows its ranks (those of {self!r}) cannot be pickled. Save engine.save_checkpoint() or its "
+            "state_dict(); or pickle the module before deepspeed.initialize and set_deepspeed_parallelism()."
+        )
+
     def __repr__(self) -> str:
         return f"AxisGroup(ranks={list(self.ranks)}, rank={self.rank})"
+
+
+class Hops(NamedTuple):
+    """An axis that spans hosts, in two parts: messages go through one after the other.
+
+    Attributes:
+        inside: ranks of this host.
+        across: ranks with this one's place among those of their host, host after host.
+        positions: in the axis, host after host and place after place.
+    """
+
+    inside: AxisGroup
+    across: AxisGroup
+    positions: tuple[int, ...]
 
 
 class ParallelMesh:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -157,6 +158,18 @@ def test_a_layer_can_be_copied_after_its_forward() -> None:
     output, l_aux, _ = layer(hidden)
     assert layer.deepspeed_moe.l_aux is l_aux
     assert torch.equal(copy.deepcopy(layer)(hidden)[0], output)
+
+
+def test_a_placed_layer_is_copied_with_its_ranks_and_not_pickled() -> None:
+    layer = _moe(ep_size=2)
+    layer.deepspeed_moe.set_expert_axis(AxisGroup([0, 1], 1))
+    assert copy.deepcopy(layer).deepspeed_moe.expert_ranks == (0, 1)
+    with pytest.raises(UsageError, match=r"Save engine\.save_checkpoint\(\) or its state_dict\(\)"):
+        pickle.dumps(layer)
+    alone = _moe()
+    hidden = torch.randn(3, WIDTH, dtype=torch.float64)
+    alone.eval()
+    assert torch.equal(pickle.loads(pickle.dumps(alone))(hidden)[0], alone(hidden)[0])
 
 
 def test_names_and_counts_of_a_layer() -> None:

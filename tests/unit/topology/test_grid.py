@@ -9,7 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed.errors import ArgumentError
-from deepspeed.topology.grid import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
+from deepspeed.topology.grid import (
+    PipeDataParallelTopology,
+    PipeModelDataParallelTopology,
+    ProcessTopology,
+    ranks_by_host,
+)
 
 _dims = st.lists(st.integers(1, 4), min_size=1, max_size=5)
 
@@ -117,3 +122,20 @@ def test_a_grid_needs_a_name_and_a_size_per_axis(axes: tuple[str, ...], dims: tu
 def test_the_arithmetic_loads_no_torch() -> None:
     code = "import deepspeed.topology.grid, sys; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "by_host"),
+    [
+        ("aabb", [[0, 1], [2, 3]]),
+        ("baba", [[0, 2], [1, 3]]),
+        ("aaabbbccc", [[0, 1, 2], [3, 4, 5], [6, 7, 8]]),
+        ("aaaa", None),
+        ("abcd", None),
+        ("aaab", None),
+        ("abcacb", None),
+        ("", None),
+    ],
+)
+def test_positions_by_host_are_told_where_hosts_are_alike(hosts: str, by_host: list[list[int]] | None) -> None:
+    assert ranks_by_host(hosts) == by_host
