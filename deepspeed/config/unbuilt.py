@@ -129,7 +129,7 @@ NOTES: dict[str, str] = {
     "checkpoint.checkpoint_serialization": _IDLE,
     **{f"expert_parallel.{key}": "accepted at its default" for key in _LEFT_TO_THE_MODEL},
     "expert_parallel.disable_triton_grouped_mm": _ALWAYS,
-    "expert_parallel.gate_up_impl": _IDLE,
+    "expert_parallel.gate_up_impl": 'what the model stacks always runs as one; "fused" is refused where nothing is stacked',
     "compile": _LATER,
     "compile.disable": _IDLE,
     "compile.backend": _IDLE,

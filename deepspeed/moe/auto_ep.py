@@ -245,6 +245,11 @@ def apply_auto_ep(model: nn.Module, config: ExpertParallelConfig) -> None:
                 "holds the same number, at least 1. Choose a size that divides the number of experts."
             )
         _refuse_other_size(name, module, config.autoep_size)
+    if config.gate_up_impl == "fused" and not any(stacks.has_gate for _, stacks in found.values()):
+        raise ArgumentError(
+            f'expert_parallel.gate_up_impl="fused", but experts such as {next(iter(found))!r} have one first projection and '
+            "no gate beside it. Leave it out."
+        )
     for name, (module, stacks) in found.items():
         if isinstance(module, SpreadExperts):
             module.ep_size = config.autoep_size

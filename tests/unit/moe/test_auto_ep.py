@@ -20,7 +20,7 @@ from deepspeed.topology import groups
 from deepspeed.topology.mesh import AxisGroup
 from deepspeed.zero.leaf import set_z3_leaf_modules
 from tests.support.moe_decoders import KINDS, logits_of, moe_decoder
-from tests.unit.moe.test_stacked import EXPERTS, INNER, WIDTH, Stack
+from tests.unit.moe.test_stacked import EXPERTS, INNER, WIDTH, Plain, Stack
 
 FP32_ROUTERS = 1e-6
 """Some routers weigh in fp32, rounding at 6e-8; here the plain and the spread sum may round in another order."""
@@ -233,3 +233,10 @@ def test_spread_experts_without_ranks_say_so() -> None:
     apply_auto_ep(model, enabled(autoep_size=2))
     with pytest.raises(UsageError, match=r"Use deepspeed\.initialize"):
         model(torch.zeros(1, WIDTH, dtype=torch.float64))
+
+
+def test_one_product_of_gate_and_value_is_refused_where_there_is_no_gate() -> None:
+    model = Block(Plain())
+    with pytest.raises(ArgumentError, match=r'gate_up_impl="fused", but experts such as .* no gate'):
+        apply_auto_ep(model, enabled(gate_up_impl="fused"))
+    assert not isinstance(model.experts, SpreadExperts)
