@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
-import torch
 from torch import Tensor, nn
 
 from deepspeed.checkpoint import CheckpointSource, Piece
@@ -30,6 +29,7 @@ from deepspeed.common.deferred import DeferredTensor
 from deepspeed.errors import UsageError
 from deepspeed.optim.clip import is_model_parallel
 from deepspeed.sharding import Cut
+from deepspeed.tensor_parallel.layers import part_of
 from deepspeed.topology.mesh import AxisGroup, ParallelMesh
 
 __all__ = ["Cuts", "Held"]
@@ -48,13 +48,6 @@ class Held(NamedTuple):
     def start(self) -> int:
         """Its first element in stored order."""
         return self.cut.stored_starts()[self.rank]
-
-    def of(self, whole: Tensor) -> Tensor:
-        """The part of a whole tensor; a view where it is one span."""
-        spans = [whole.narrow(self.cut.dim, span.start, span.length) for span in self.cut.parts[self.rank]]
-        if not spans:
-            return whole.narrow(self.cut.dim, 0, 0)
-        return spans[0] if len(spans) == 1 else torch.cat(spans, self.cut.dim)
 
     @property
     def counts(self) -> bool:
@@ -108,7 +101,8 @@ class Cuts:
     def part(self, name: str, value: Tensor) -> Tensor:
         """This rank's part of the whole tensor of that name. What has another shape stays as it is."""
         held = self._held.get(name)
-        return value if held is None or tuple(value.shape) != held.cut.shape else held.of(value)
+        is_whole = held is not None and tuple(value.shape) == held.cut.shape
+        return part_of(value, held.cut, held.rank) if is_whole and held is not None else value
 
     def piece(self, stored: str, name: str, own: Sequence[int], start: int, data: Tensor | DeferredTensor) -> Piece:
         """What this rank writes: elements of its tensor from `start` on, or of an optimizer's state of it.
