@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
@@ -30,7 +31,7 @@ from deepspeed.config.arguments import config_from_args
 from deepspeed.config.load import load_config
 from deepspeed.elasticity.elasticity import ensure_immutable_elastic_config
 from deepspeed.engine.build import build_engine
-from deepspeed.engine.degrees import Degrees, without_tensor_ranks
+from deepspeed.engine.degrees import Degrees, check_group, group_source, with_recorded, without_tensor_ranks
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.experts import place_experts
 from deepspeed.engine.recording import StepRecorder
@@ -40,6 +41,9 @@ from deepspeed.errors import ArgumentError, UnbuiltFeatureError
 from deepspeed.launcher.verification import Verification
 from deepspeed.moe.auto_ep import apply_auto_ep
 from deepspeed.pipe.module import PipelineModule
+from deepspeed.precision.policy import DtypePolicy
+from deepspeed.tensor_parallel.auto import apply_auto_tp
+from deepspeed.tensor_parallel.recorded import Recorded, recorded_for
 from deepspeed.topology.groups import set_current
 from deepspeed.topology.mesh import ParallelMesh
 from deepspeed.version import version
@@ -101,8 +105,14 @@ def initialize(
     if verification is not None:
         source = verification.config(load_config(source))
     _join(distributed_port, dist_init_required)
-    mesh = _mesh_of(model, mpu, Degrees.of(load_config(source), mesh_param), mesh_param)
+    recorded = recorded_for(model)
+    source = with_recorded(source, recorded)
+    raw = load_config(source)
+    mpu, tensor_group = group_source(raw, recorded, mpu)
+    mesh = _mesh_of(model, mpu, Degrees.of(raw, mesh_param), mesh_param)
+    check_group(tensor_group, mesh)
     parsed = _checked_config(source, mpu, mesh)
+    _cut_layers(model, parsed, mesh, recorded)
     _spread_experts(model, parsed)
     mesh = place_experts(model, mesh, data_first=parsed.use_data_before_expert_parallelism)
     _apply_to_process(parsed)
@@ -139,6 +149,19 @@ def _checked_config(source: Any, mpu: Any, mesh: ParallelMesh) -> DeepSpeedConfi
     if parsed.elasticity.enabled:
         ensure_immutable_elastic_config(parsed.raw["elasticity"])
     return parsed
+
+
+def _cut_layers(model: nn.Module, parsed: DeepSpeedConfig, mesh: ParallelMesh, recorded: Recorded | None) -> None:
+    """AutoTP: layers of a model that knows nothing of ranks become parts, where the config asks for it."""
+    dtype = DtypePolicy.from_config(parsed).param or torch.float32
+    if recorded is not None and recorded.dtype not in (None, dtype):
+        raise ArgumentError(
+            f"tp_model_init(dtype={recorded.dtype}), but the config makes parameters {dtype} (bf16.enabled, fp16.enabled). "
+            "Give the same."
+        )
+    block = parsed.tensor_parallel
+    if max(block.autotp_size, block.tensor_parallel.tp_size) > 1:
+        apply_auto_tp(model, block, mesh.axis("tensor"))
 
 
 def _spread_experts(model: nn.Module, parsed: DeepSpeedConfig) -> None:

@@ -77,10 +77,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("graph_harvesting", _OFF),
     Unbuilt("flops_profiler.enabled", _OFF),
     Unbuilt("autotuning.enabled", _OFF),
-    Unbuilt(
-        "tensor_parallel.autotp_size", "Use 0, or leave it out.", _above(1), status="0 and 1 work; more is not built yet"
-    ),
-    Unbuilt("tensor_parallel.tensor_parallel.tp_size", _OFF, _above(1), status="1 works; more is not built yet"),
     Unbuilt("compile.deepcompile", "Leave it out; engine.compile() and torch.compile do without."),
     Unbuilt("compile.passes", _OFF),
     Unbuilt("hybrid_engine.enabled", _OFF),

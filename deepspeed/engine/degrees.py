@@ -5,7 +5,8 @@
 
 Values that are no whole numbers count as 1 here: the check of the config, which follows, names them.
 
-Does not live here: the mesh (`topology.mesh`), the batch triangle (`config.batch`). Called by `api`.
+Does not live here: the mesh (`topology.mesh`), the batch triangle (`config.batch`), cutting (`tensor_parallel.auto`). Called
+by `api`.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from deepspeed import comm
 from deepspeed.common.logging import warn_once
 from deepspeed.config.load import load_config
 from deepspeed.errors import ArgumentError
+from deepspeed.tensor_parallel.recorded import Recorded
 from deepspeed.topology.mesh import ParallelMesh
 
-__all__ = ["Degrees", "without_tensor_ranks"]
+__all__ = ["Degrees", "check_group", "group_source", "with_recorded", "without_tensor_ranks"]
 
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -45,7 +48,7 @@ class Degrees(NamedTuple):
                     "number and the key mean the same. Leave one of the two out."
                 )
             sequence = asked
-        return cls(sequence, _tensor(raw.get("tensor_parallel")))
+        return cls(sequence, _tensor(_block(raw)))
 
     def mesh(self, mesh_param: tuple[int, ...] | None = None) -> ParallelMesh:
         """All ranks laid out so. Every rank of the world must call it.
@@ -75,6 +78,70 @@ class Degrees(NamedTuple):
                     f"the config asks for {size} {axis}-parallel ranks, but the {giver} has {found}. Leave the key out of "
                     f"the config, or let the {giver} have {size}."
                 )
+
+
+def with_recorded(source: Any, recorded: Recorded | None) -> Any:
+    """A config as it was given, or with what `tp_model_init` was told of the model.
+
+    Raises:
+        ArgumentError: the two say different things.
+    """
+    if recorded is None:
+        return source
+    raw = load_config(source)
+    block, told = _block(raw), {} if recorded.config is None else _block(load_config(recorded.config))
+    if block and told and block != told:
+        raise ArgumentError(
+            "tp_model_init(config=...) and the config of initialize() have different tensor_parallel blocks. Give one."
+        )
+    block = block or told
+    size = _tensor(block)
+    if size not in (1, recorded.tp_size):
+        raise ArgumentError(
+            f"tp_model_init(tp_size={recorded.tp_size}), but tensor_parallel in the config says {size}. Give the same "
+            "number of ranks, or leave the key out of the config."
+        )
+    return {**raw, "tensor_parallel": {**block, "autotp_size": recorded.tp_size}}
+
+
+def group_source(raw: Mapping[str, Any], recorded: Recorded | None, mpu: Any) -> tuple[Any, Any]:
+    """(The mpu, the tensor-parallel group) that say which ranks share layers, from wherever they were given; None: nobody.
+
+    Raises:
+        ArgumentError: several were given.
+    """
+    inner = _block(raw).get("tensor_parallel", _block(raw).get("tp"))
+    inner = inner if isinstance(inner, Mapping) else {}
+    given = {
+        "initialize(mpu)": mpu,
+        "tp_model_init(mpu)": None if recorded is None else recorded.mpu,
+        "tensor_parallel.tp.mpu": inner.get("mpu"),
+        "tp_model_init(tp_group)": None if recorded is None else recorded.tp_group,
+        "tensor_parallel.tp.tp_group": inner.get("tp_group"),
+    }
+    found = {name: each for name, each in given.items() if each is not None}
+    if len({id(each) for each in found.values()}) > 1:
+        raise ArgumentError(
+            f"{' and '.join(found)} both say which ranks share layers. Give one of them; an mpu tells all groups."
+        )
+    units = [each for name, each in found.items() if "mpu" in name]
+    return (units or [None])[0], (list(found.values()) or [None])[0] if not units else None
+
+
+def check_group(group: Any, mesh: ParallelMesh) -> None:
+    """Refuse a tensor-parallel group that ranks are not laid out by.
+
+    Raises:
+        ArgumentError: it has other ranks than the mesh's.
+    """
+    if group is None:
+        return
+    ranks, laid_out = tuple(comm.get_all_ranks_from_group(group)), mesh.axis("tensor").ranks
+    if ranks != laid_out:
+        raise ArgumentError(
+            f"the tp_group of rank {mesh.rank} has the ranks {list(ranks)}, but {mesh.axis('tensor').size} tensor-parallel "
+            f"ranks are neighbours here: {list(laid_out)}. Leave tp_group out, or give an mpu, which tells the other groups."
+        )
 
 
 def without_tensor_ranks(source: Any, mesh: ParallelMesh) -> Any:
@@ -108,9 +175,12 @@ def _sequence_of(mesh_param: tuple[int, ...]) -> int:
     return sizes[1]
 
 
-def _tensor(block: object) -> int:
-    if not isinstance(block, Mapping):
-        return 1
+def _block(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    block = raw.get("tensor_parallel")
+    return block if isinstance(block, Mapping) else {}
+
+
+def _tensor(block: Mapping[str, Any]) -> int:
     inner = block.get("tensor_parallel", block.get("tp"))
     size = _whole(block.get("autotp_size"))
     return size if size > 1 or not isinstance(inner, Mapping) else _whole(inner.get("tp_size"))

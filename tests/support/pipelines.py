@@ -143,7 +143,7 @@ def token_batches(steps: int, micro_batches: int, ranks: int, rows: int = 2, len
 def make_pipeline(described: Sequence[Any], stages: int, settings: dict[str, Any], **options: Any) -> PipelineEngine:
     """An engine over `described`; options of `initialize` are `optimizer` and `lr_scheduler`, others the module's."""
     arguments = {name: options.pop(name) for name in ("optimizer", "lr_scheduler", "training_data") if name in options}
-    net = PipelineModule(layers=list(described), num_stages=stages, **{"loss_fn": token_loss, **options})
+    net = PipelineModule(layers=list(described), **{"num_stages": stages, "loss_fn": token_loss, **options})
     engine = deepspeed.initialize(model=net, config=settings, **arguments)[0]
     assert isinstance(engine, PipelineEngine)
     return engine
