@@ -59,7 +59,7 @@ def vocab_parallel_cross_entropy(
     if reduction not in ("mean", "sum", "none"):
         raise ArgumentError(f"reduction={reduction!r}: needed 'mean', 'sum' or 'none'.")
     losses_N: Tensor = _VocabularyLoss.apply(  # type: ignore[no-untyped-call]
-        vocab_parallel_logits.reshape(-1, width), target.reshape(-1), group, sum(widths[:rank]), ignore_index
+        vocab_parallel_logits.reshape(target.numel(), width), target.reshape(-1), group, sum(widths[:rank]), ignore_index
     )
     if reduction == "none":
         return losses_N.view(target.shape)

@@ -1,6 +1,8 @@
 """Cross-entropy of a sequence that lies in parts on ranks: each token's loss, of all ranks' tokens, on every rank.
 
-Lives here: `vocab_sequence_parallel_cross_entropy`. Does not live here: the mean by tokens that count (`sequence.loss`).
+Lives here: `vocab_sequence_parallel_cross_entropy`. Does not live here: the mean by tokens that count (`sequence.loss`), and
+losses of logits of which each rank has a part of the vocabulary (`tensor_parallel.cross_entropy`), which this module has
+under their documented names.
 """
 
 from __future__ import annotations
@@ -10,8 +12,22 @@ from torch.nn import functional as F
 
 from deepspeed import comm
 from deepspeed.sequence.loss import gathered_sequence
+from deepspeed.tensor_parallel.cross_entropy import (
+    VocabParallelCausalLMLoss,
+    VocabParallelCrossEntropyLoss,
+    configure_vocab_parallel_loss,
+    validate_vocab_parallel_loss,
+    vocab_parallel_cross_entropy,
+)
 
-__all__ = ["vocab_sequence_parallel_cross_entropy"]
+__all__ = [
+    "VocabParallelCausalLMLoss",
+    "VocabParallelCrossEntropyLoss",
+    "configure_vocab_parallel_loss",
+    "validate_vocab_parallel_loss",
+    "vocab_parallel_cross_entropy",
+    "vocab_sequence_parallel_cross_entropy",
+]
 
 
 def vocab_sequence_parallel_cross_entropy(

@@ -132,10 +132,10 @@ class _CopyWithWeights(torch.autograd.Function):
         work = comm.all_reduce(total, group=axis.group, async_op=True)
         made: list[Tensor | None] = [None] * (2 * len(columns))
         needed = ctx.needs_input_grad[4:]
-        x_TM = x.reshape(-1, x.shape[-1])
+        x_TM = _rows(x)
         for column, output in aside:
             at = 2 * next(place for place, each in enumerate(columns) if each is column)
-            output_TN = output.reshape(-1, output.shape[-1])
+            output_TN = _rows(output)
             if needed[at]:
                 made[at] = _added(made[at], output_TN.t() @ x_TM)
             if needed[at + 1]:
@@ -143,6 +143,11 @@ class _CopyWithWeights(torch.autograd.Function):
         aside.clear()
         work.wait()
         return total, None, None, None, *made
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Of x (..., width), one row for each token; the width may be 0."""
+    return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
 
 
 def _added(one: Tensor | None, other: Tensor) -> Tensor:

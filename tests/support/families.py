@@ -148,7 +148,7 @@ def build(name: str, **changes: Any) -> Any:
     model_module = importlib.import_module(f"transformers.models.{family.module}.modeling_{family.module}")
     with torch.random.fork_rng():
         torch.manual_seed(7)
-        config = getattr(config_module, kind)(**settings, **changes)
+        config = getattr(config_module, kind)(**{**settings, **changes})
         config._experts_implementation = "eager"  # the grouped product has no float64
         model: nn.Module = getattr(model_module, family.model)(config)
         with torch.no_grad():
