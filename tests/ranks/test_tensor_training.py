@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.errors import ArgumentError
+from deepspeed.moe.auto_ep import SpreadExperts
+from deepspeed.utils import groups
 from tests.support.cut_net import part_of
 from tests.support.engines import config, masters, zero
 from tests.support.families import build, double_throughout, logits_of, loss_of, tokens
@@ -41,6 +43,16 @@ def _cuts(model: nn.Module) -> dict[str, Any]:
     }
 
 
+def _own_experts(model: nn.Module, name: str, whole: Tensor) -> Tensor:
+    """Of a parameter in which experts are stacked, this rank's."""
+    owner, _, key = name.rpartition(".")
+    module = model.get_submodule(owner)
+    if not isinstance(module, SpreadExperts):
+        return whole
+    cut = dict(module.cuts())[key]
+    return part_of(cut, groups.get_current().axis("expert").rank, whole)
+
+
 def _reference(whole: nn.Module, data: int, accumulation: int) -> tuple[list[float], list[float]]:
     """Train in place; losses and norms."""
     optimizer = torch.optim.AdamW(whole.parameters(), lr=RATE, weight_decay=0.1)
@@ -60,13 +72,13 @@ def _seed(step: int, micro: int, rank: int) -> int:
     return 1000 * step + 10 * micro + rank
 
 
-def _train(rank: int, world_size: int, family: str, tensor: int, stages: tuple[int, ...]) -> list[str]:
+def _train(rank: int, world_size: int, family: str, tensor: int, stages: tuple[int, ...], more: dict[str, Any]) -> list[str]:
     """What is wrong, a line each."""
-    return [line for stage in stages for line in _compare(world_size, family, tensor, stage)]
+    return [line for stage in stages for line in _compare(world_size, family, tensor, stage, more)]
 
 
-def _compare(world_size: int, family: str, tensor: int, stage: int) -> list[str]:
-    data, accumulation = world_size // tensor, 2
+def _compare(world_size: int, family: str, tensor: int, stage: int, more: dict[str, Any]) -> list[str]:
+    data, accumulation = world_size // tensor, 2  # sequence-parallel ranks see other rows here: their own tokens
     with double_throughout(family):
         whole = WithLoss(build(family))
         cut = copy.deepcopy(whole)
@@ -78,6 +90,7 @@ def _compare(world_size: int, family: str, tensor: int, stage: int) -> list[str]
             gradient_clipping=CLIP,
             optimizer={"type": "AdamW", "params": {"lr": RATE, "weight_decay": 0.1, "torch_adam": True}},
             tensor_parallel={"autotp_size": tensor},
+            **more,
         )
         if stage == 3:
             settings["zero_optimization"]["stage3_param_persistence_threshold"] = 30
@@ -86,7 +99,7 @@ def _compare(world_size: int, family: str, tensor: int, stage: int) -> list[str]
         for step in range(STEPS):
             own = []
             for micro in range(accumulation):
-                loss = engine(tokens(seed=_seed(step, micro, engine.get_data_parallel_rank())))
+                loss = engine(tokens(seed=_seed(step, micro, groups.get_current().zero_group.rank)))
                 engine.backward(loss)
                 engine.step()
                 own.append(loss.item())
@@ -94,7 +107,7 @@ def _compare(world_size: int, family: str, tensor: int, stage: int) -> list[str]
             found_losses.append(sum(own) / accumulation)
         got, cuts, place = masters(engine), _cuts(cut), engine.get_model_parallel_rank()
         engine.destroy()
-    where = f"{family}, stage {stage}, tp {tensor}, dp {data}"
+    where = f"{family}, stage {stage}, tp {tensor}, dp {data}, {more}"
     wrong = [] if cuts else [f"{where}: nothing was cut"]
     if found_norms != pytest.approx(norms, rel=ROUNDING):
         wrong.append(f"{where}: norms {found_norms}, not {norms}")
@@ -102,6 +115,7 @@ def _compare(world_size: int, family: str, tensor: int, stage: int) -> list[str]
         wrong.append(f"{where}: losses {found_losses}, not {losses}")
     for name, value in whole.named_parameters():
         want = part_of(cuts[name], place, value.detach()) if name in cuts else value.detach()
+        want = _own_experts(cut, name, want)
         off = (got[name] - want).abs().max().item() if want.numel() else 0.0
         if not off <= ROUNDING:
             wrong.append(f"{where}: {name} is off by {off:g}")
@@ -113,7 +127,19 @@ def _compare(world_size: int, family: str, tensor: int, stage: int) -> list[str]
     [("llama", 2, 2), ("llama", 4, 2), ("llama_tied", 4, 2), ("gpt2", 4, 2), ("gemma", 4, 4), ("falcon_mqa", 4, 2)],
 )
 def test_families_train_as_one_process_does(family: str, world_size: int, tensor: int) -> None:
-    for wrong in run_ranks(_train, world_size, family, tensor, (0, 1, 2, 3), timeout_seconds=120):
+    for wrong in run_ranks(_train, world_size, family, tensor, (0, 1, 2, 3), {}, timeout_seconds=120):
+        assert wrong == []
+
+
+def test_tensor_and_sequence_ranks_together_train_as_one_process_does() -> None:
+    more = {"sequence_parallel_size": 2}
+    for wrong in run_ranks(_train, 4, "llama", 2, (0, 1, 3), more, timeout_seconds=120):
+        assert wrong == []
+
+
+def test_tensor_ranks_and_experts_over_data_ranks_together_train_as_one_process_does() -> None:
+    more = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
+    for wrong in run_ranks(_train, 4, "mixtral", 2, (0, 1, 2, 3), more, timeout_seconds=120):
         assert wrong == []
 
 
