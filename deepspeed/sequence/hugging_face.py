@@ -29,7 +29,7 @@ from deepspeed.sequence.layer import expanded_for
 from deepspeed.sequence.library import transformers
 from deepspeed.sequence.masks import WholeSequence, local_mask, whole_of
 from deepspeed.sequence.parts import Route, to_heads, to_sequence
-from deepspeed.sequence.registry import core_attention, own_masks, register
+from deepspeed.sequence.registry import core_attention, is_registered, own_masks, register
 from deepspeed.sequence.state import SequenceParallelUnit, initialize_sequence_parallel
 from deepspeed.topology import groups
 
@@ -247,7 +247,7 @@ def _attach(attention: UlyssesSPAttentionHF, text: Any, implementation: str, mod
     if model is not None:
         if text._attn_implementation != implementation:
             model.set_attn_implementation(implementation)
-        _require_positions(model, attention)
+        _require_positions(model, attention, text.model_type)
 
 
 class _OwnHeads:
@@ -310,12 +310,14 @@ def head_counts(text: Any) -> tuple[int, int, int]:
     return heads, size, getattr(text, "num_key_value_heads", None) or heads
 
 
-def _require_positions(model: nn.Module, attention: UlyssesSPAttentionHF) -> None:
+def _require_positions(model: Any, attention: UlyssesSPAttentionHF, model_type: str) -> None:
     """See [Note: positions]."""
     place = 2  # forward(input_ids, attention_mask, position_ids)
 
     def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if attention.is_on(module) and kwargs.get("position_ids") is None and len(args) <= place:
+        is_missing = kwargs.get("position_ids") is None and len(args) <= place
+        implementation = model.config.get_text_config()._attn_implementation
+        if is_missing and attention.is_on(module) and is_registered(implementation, model_type, attention):
             raise ArgumentError(
                 f"{type(module).__name__} was called without position_ids, while its sequences lie on "
                 f"{attention.world_size} ranks: "

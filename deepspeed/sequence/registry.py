@@ -25,7 +25,7 @@ from deepspeed.errors import ArgumentError
 from deepspeed.sequence.library import transformers
 from deepspeed.sequence.masks import MaskOfParts, local_mask
 
-__all__ = ["SharedAttention", "core_attention", "own_masks", "register", "restore_transformers"]
+__all__ = ["SharedAttention", "core_attention", "is_registered", "own_masks", "register", "restore_transformers"]
 
 Attention = Callable[..., tuple[Tensor, Any]]
 _EAGER = "eager"
@@ -122,6 +122,12 @@ def register(implementation: str, model_type: str, attention: Attention) -> None
         if implementation in masks:
             masks.register(implementation, SharedMask(masks[implementation], shared))
     shared.of_types[model_type] = attention
+
+
+def is_registered(implementation: str, model_type: str, attention: Attention) -> bool:
+    """Whether models of that type attend by `attention` now."""
+    shared = transformers("modeling_utils").ALL_ATTENTION_FUNCTIONS.get(implementation)
+    return isinstance(shared, SharedAttention) and shared.of_types.get(model_type) is attention
 
 
 def restore_transformers() -> None:
