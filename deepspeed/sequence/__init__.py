@@ -1,8 +1,9 @@
 """Sequences that are longer than one device can hold: in parts on ranks (Ulysses), and over time (tiles, chunks).
 
 `layer` and `hugging_face` exchange parts of a sequence for heads around attention, `data` cuts batches, `loss` averages
-by the tokens that count. `tiled` runs an MLP or a loss tile by tile, `chunked_loss` a cross entropy. Names
-load when first used.
+by the tokens that count. `tiled` runs an MLP or a loss tile by tile (`tiled_decoder`:
+of a whole model), `chunked_loss` a cross entropy, `chunked_attention` and `fpdt_layer` attention. Names load
+when first used.
 """
 
 from __future__ import annotations
@@ -15,19 +16,30 @@ __all__ = [
     "UlyssesSPAttentionHF",
     "UlyssesSPDataLoaderAdapter",
     "auto_wrap_model_for_sp",
+    "chunked_attention",
     "chunked_loss",
     "cross_entropy",
     "detect_model_sp_info",
+    "fpdt_layer",
     "layer",
     "mean_over_sequence",
     "own_part",
     "pad_batch",
     "tiled",
+    "tiled_decoder",
 ]
 
 __getattr__, __dir__ = attach(
     __name__,
-    submodules=("chunked_loss", "cross_entropy", "layer", "tiled"),
+    submodules=(
+        "chunked_attention",
+        "chunked_loss",
+        "cross_entropy",
+        "fpdt_layer",
+        "layer",
+        "tiled",
+        "tiled_decoder",
+    ),
     names={
         "DistributedAttention": "deepspeed.sequence.layer:DistributedAttention",
         "SPModelInfo": "deepspeed.sequence.auto_wrap:SPModelInfo",
