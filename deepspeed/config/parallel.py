@@ -98,6 +98,10 @@ class TensorParallelConfig(ConfigModel):
     tp_overlap_comm: bool = False
     """Let the all-reduce of row-cut layers overlap with backward."""
 
+    sequence_parallel: bool = False
+    """Between attention and MLPs each rank holds a part of the tokens: norms and residuals are kept once, not on every rank.
+    The number of tokens must be a multiple of `autotp_size`. Ours."""
+
     tensor_parallel: TensorParallelGroupConfig = Field(default_factory=TensorParallelGroupConfig)
     """The degree, in the form that inference uses, and the group."""
 

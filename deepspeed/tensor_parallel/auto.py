@@ -28,6 +28,7 @@ from deepspeed.tensor_parallel.heads import Parts
 from deepspeed.tensor_parallel.layers import ColumnLinear, CutLayer, RowLinear, become, sum_gradients
 from deepspeed.tensor_parallel.planning import Block, Planned, plan_model
 from deepspeed.tensor_parallel.randomness import OwnStream, has_dropout
+from deepspeed.tensor_parallel.token_parts import hold_token_parts
 from deepspeed.topology.mesh import AxisGroup
 
 __all__ = ["apply_auto_tp"]
@@ -88,6 +89,7 @@ class _Conversion:
 
     def __init__(self, model: nn.Module, config: TensorParallelConfig, axis: AxisGroup) -> None:
         self._model, self._axis = model, axis
+        self._holds_token_parts = config.sequence_parallel
         self._entry_kind: type[Entry] = OverlappedEntry if config.tp_overlap_comm else Entry
         self._shapes = {id(param): tuple(param.shape) for param in model.parameters()}
         self._entries: dict[str, Entry] = {}
@@ -114,6 +116,8 @@ class _Conversion:
             sum_gradients(self._model.get_submodule(name), self._axis)
         for name in planned.placements:
             self._check_ties(name)
+        if self._holds_token_parts:
+            hold_token_parts(self._model, planned.blocks, self._axis)
         if planned.vocabulary_head is not None:
             use_vocab_parallel_loss(self._model, planned.vocabulary_head, self._axis)
 

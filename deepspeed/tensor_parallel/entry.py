@@ -27,7 +27,7 @@ from deepspeed import comm
 from deepspeed.comm import differentiable
 from deepspeed.topology.mesh import AxisGroup
 
-__all__ = ["Column", "Entry", "OverlappedEntry"]
+__all__ = ["Column", "Entry", "OverlappedEntry", "PlainEntry"]
 
 
 class Column(Protocol):
@@ -78,6 +78,22 @@ class Entry:
         memo[id(self)] = made = type(self)(self._axis)
         made.columns = deepcopy(self.columns, memo)
         return made
+
+
+class PlainEntry(Entry):
+    """Of a column whose input comes from an all-gather, which sums the gradients itself (`token_parts`)."""
+
+    def __init__(self) -> None:
+        """It has no axis."""
+        self.columns = []
+
+    def product(self, column: Column, x: Tensor) -> Tensor:
+        """See `Entry`."""
+        return F.linear(x, *column.weight_and_bias())
+
+    def __deepcopy__(self, memo: dict[int, object]) -> PlainEntry:
+        """Another one: it holds nothing."""
+        return PlainEntry()
 
 
 class OverlappedEntry(Entry):

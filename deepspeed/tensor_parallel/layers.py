@@ -117,9 +117,11 @@ class RowLinear(CutLayer):
 
     Attributes:
         split_input: the input is whole, and this rank's part of it is taken first.
+        scatters_tokens: the output is (rows, this rank's part of the tokens, out): see `token_parts`.
     """
 
     split_input: bool
+    scatters_tokens: bool = False
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (..., out), alike on all ranks; x (..., this rank's inputs)."""
@@ -128,8 +130,11 @@ class RowLinear(CutLayer):
         weight = self._used("weight")
         assert weight is not None  # a linear layer has one
         terms = F.linear(x, weight.t() if is_transposed(self) else weight)
-        total: Tensor = _SumInto.apply(terms, self.axis)  # type: ignore[no-untyped-call]
         bias = self._parameters.get("bias")
+        if self.scatters_tokens:
+            part = differentiable.reduce_scatter(terms, 1, self.axis.group)
+            return part if bias is None else part + differentiable.copy(bias, self.axis.group)
+        total: Tensor = _SumInto.apply(terms, self.axis)  # type: ignore[no-untyped-call]
         return total if bias is None else total + bias
 
     def _own_inputs(self, x: Tensor) -> Tensor:
