@@ -1,7 +1,7 @@
 """Parts of tensors to all ranks of a group and from all of them: an all-to-all that leaves the layout to the caller.
 
     exchange    rank 0   [ 0->0 | 0->1 ]         rank 1   [ 1->0 | 1->1 ]
-    returns              [ 0->0 | 1->0 ]                  [ 0->1 | 1->1 ]
+    yields               [ 0->0 | 1->0 ]                  [ 0->1 | 1->1 ]
 
 What leaves is a list of views, of any strides; what arrives is a list of views again, which the caller copies (or adds) to
 where it wants them. So a permutation costs no copy of its own: the first copy packs, the second unpacks.
@@ -21,7 +21,7 @@ nobody reads the slot any more, and one wait per exchange is enough.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -44,11 +44,12 @@ class PartsExchanger(Protocol):
 
     def exchange(
         self, leaving: Sequence[Sequence[torch.Tensor]], arriving: Sequence[Sequence[Shape]], nbytes: int
-    ) -> list[list[torch.Tensor]]:
-        """Give tensor i of `leaving[r]` to group rank r, and return what came, rank by rank: of the shapes `arriving`.
+    ) -> Iterator[tuple[int, list[torch.Tensor]]]:
+        """Give tensor i of `leaving[r]` to group rank r, and yield what came with whose it is: of the shapes `arriving`.
 
-        Every rank of the group calls it, in the same order; blocks until all parts are there. What it returns is valid until
-        the next call, and must have been copied by then; the part from this rank itself is `leaving[rank]`.
+        Every rank of the group calls it, in the same order, and goes through it to its end. This rank's own part is
+        first, and not waited for: it is `leaving[rank]`. What is yielded is valid until the next call, and must have
+        been copied by then.
 
         Args:
             leaving: for each group rank the same number of tensors, on the exchanger's device; number i has one dtype
@@ -86,9 +87,9 @@ class LocalParts:
 
     def exchange(
         self, leaving: Sequence[Sequence[torch.Tensor]], arriving: Sequence[Sequence[Shape]], nbytes: int
-    ) -> list[list[torch.Tensor]]:
+    ) -> Iterator[tuple[int, list[torch.Tensor]]]:
         """See `PartsExchanger`."""
-        return [list(leaving[0])]
+        yield 0, list(leaving[0])
 
 
 class BackendParts:
@@ -101,7 +102,7 @@ class BackendParts:
 
     def exchange(
         self, leaving: Sequence[Sequence[torch.Tensor]], arriving: Sequence[Sequence[Shape]], nbytes: int
-    ) -> list[list[torch.Tensor]]:
+    ) -> Iterator[tuple[int, list[torch.Tensor]]]:
         """See `PartsExchanger`."""
         itemsizes = [tensor.itemsize for tensor in leaving[0]]
         shapes = [[tuple(tensor.shape) for tensor in part] for part in leaving]
@@ -114,11 +115,12 @@ class BackendParts:
                 for view, tensor in zip(_cut(memory, shapes[rank], leaving[rank]), leaving[rank], strict=True):
                     view.copy_(tensor)
         received = sent.new_empty(sum(arriving_nbytes))
-        collectives.all_to_all_single(received, sent, arriving_nbytes, leaving_nbytes, self._group())
-        return [
-            list(leaving[rank]) if rank == self._rank else _cut(memory, arriving[rank], leaving[0])
-            for rank, memory in enumerate(torch.split(received, arriving_nbytes))
-        ]
+        work = collectives.all_to_all_single(received, sent, arriving_nbytes, leaving_nbytes, self._group(), async_op=True)
+        yield self._rank, list(leaving[self._rank])
+        work.wait()
+        for rank, memory in enumerate(torch.split(received, arriving_nbytes)):
+            if rank != self._rank:
+                yield rank, _cut(memory, arriving[rank], leaving[0])
 
 
 class SharedParts:
@@ -147,7 +149,7 @@ class SharedParts:
 
     def exchange(
         self, leaving: Sequence[Sequence[torch.Tensor]], arriving: Sequence[Sequence[Shape]], nbytes: int
-    ) -> list[list[torch.Tensor]]:
+    ) -> Iterator[tuple[int, list[torch.Tensor]]]:
         """See `PartsExchanger`; `nbytes` is at most `capacity_nbytes`."""
         self._peers.check_usable()
         done = self._record(nbytes * self._peers.size, self._peers.size)
@@ -155,6 +157,7 @@ class SharedParts:
         try:
             self._pack(number % 2, leaving)
             self._board.launch(number, nbytes, len(leaving[0]))
+            yield self._rank, list(leaving[self._rank])
             self._peers.wait(
                 self._board.launched, number, lambda: f"exchange {number} of sequence parts", "to bring its parts"
             )
@@ -165,10 +168,9 @@ class SharedParts:
         self._number = number
         if done is not None:
             done()
-        return [
-            list(leaving[rank]) if rank == self._rank else _cut(places[number % 2, self._rank], arriving[rank], leaving[0])
-            for rank, places in enumerate(self._places)
-        ]
+        for rank, places in enumerate(self._places):
+            if rank != self._rank:
+                yield rank, _cut(places[number % 2, self._rank], arriving[rank], leaving[0])
 
     def close(self) -> None:
         """Leave the others, who get an error if they wait for this rank. Not collective."""
@@ -210,7 +212,7 @@ class SharedOrBackendParts:
 
     def exchange(
         self, leaving: Sequence[Sequence[torch.Tensor]], arriving: Sequence[Sequence[Shape]], nbytes: int
-    ) -> list[list[torch.Tensor]]:
+    ) -> Iterator[tuple[int, list[torch.Tensor]]]:
         """See `PartsExchanger`."""
         if self._is_shareable and (self._shared is None or nbytes > self._shared.capacity_nbytes):
             self._grow(nbytes)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 from deepspeed.errors import ArgumentError
@@ -107,7 +108,7 @@ class Lengths:
         """Tokens of the whole sequence."""
         return sum(self.tokens)
 
-    @property
+    @cached_property
     def starts(self) -> Sequence[int]:
         """First token of each rank."""
         return [0, *accumulate(self.tokens)][:-1]

@@ -113,9 +113,9 @@ def _heads_of(route: Route, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     whole = [
         tensor.new_empty(route.shape(tensor, route.lengths.total, heads)) for tensor, heads in zip(tensors, own, strict=True)
     ]
-    for part, start, length in zip(arrived, route.lengths.starts, tokens, strict=True):
+    for peer, part in arrived:
         for target, source in zip(whole, part, strict=True):
-            target.narrow(route.sequence_dim, start, length).copy_(source)
+            target.narrow(route.sequence_dim, route.lengths.starts[peer], tokens[peer]).copy_(source)
     return tuple(whole)
 
 
@@ -131,13 +131,13 @@ def _sequence_of(route: Route, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     ]
     arrived = parts_exchanger(route.group, tensors[0].device).exchange(leaving, arriving, route.largest_nbytes(tensors))
     parts = []
-    for number, (tensor, ranges, is_shared) in enumerate(zip(tensors, route.heads, route.are_shared, strict=True)):
+    for tensor, ranges, is_shared in zip(tensors, route.heads, route.are_shared, strict=True):
         shape = route.shape(tensor, tokens[rank], max(heads.stop for heads in ranges))
-        target = tensor.new_zeros(shape) if is_shared else tensor.new_empty(shape)
-        for heads, part in zip(ranges, arrived, strict=True):
-            place = _heads(target, route.head_dim, heads)
-            place.add_(part[number]) if is_shared else place.copy_(part[number])
-        parts.append(target)
+        parts.append(tensor.new_zeros(shape) if is_shared else tensor.new_empty(shape))
+    for peer, part in arrived:
+        for target, source, ranges, is_shared in zip(parts, part, route.heads, route.are_shared, strict=True):
+            place = _heads(target, route.head_dim, ranges[peer])
+            place.add_(source) if is_shared else place.copy_(source)
     return tuple(parts)
 
 

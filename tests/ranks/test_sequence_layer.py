@@ -147,8 +147,9 @@ def _backends(rank: int, world_size: int) -> None:
     assert ways[0] is parts_exchanger(group)
     for way in ways:
         for _ in range(3):
-            arrived = way.exchange(leaving, [shapes] * world_size, nbytes)
-            for peer, (floats, integers) in enumerate(arrived):
+            arrived = list(way.exchange(leaving, [shapes] * world_size, nbytes))
+            assert [peer for peer, _ in arrived] == [rank, *(peer for peer in range(world_size) if peer != rank)]
+            for peer, (floats, integers) in arrived:
                 assert torch.equal(floats, torch.full((2, 3), 10.0 * peer + rank))
                 assert torch.equal(integers, torch.arange(10)[::2] + rank)
 
