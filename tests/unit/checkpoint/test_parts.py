@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from deepspeed.checkpoint import Piece, open_checkpoint
 from deepspeed.checkpoint import parts as parts_module
@@ -21,6 +22,7 @@ from deepspeed.checkpoint.parts import read_part
 from deepspeed.errors import ArgumentError, CheckpointDamagedError, CheckpointError
 from deepspeed.sharding import Cut, Span
 from tests.support.checkpoints import write_checkpoint
+from tests.support.original_net import FIXTURES
 from tests.support.random_cuts import part_of, two_cuts
 from tests.unit.checkpoint.thread_ranks import ThreadRanks, run_threads, use_thread_ranks
 
@@ -168,3 +170,25 @@ def test_a_cut_that_does_not_cover_the_tensor_is_damage(tmp_path: Path) -> None:
     raw = manifest.model_copy(update={"tensors": {**manifest.tensors, "w": broken}}).dump()
     with pytest.raises(CheckpointDamagedError, match=r"'w' has a cut that is none: .* do not cover dimension 1"):
         Manifest.parse(raw, "m")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_parts_are_read_from_the_originals_slices(ranks: int) -> None:
+    """Two of its tensor-parallel ranks wrote a fused matrix and one that is cut along its columns."""
+    folder = FIXTURES / "tp2-fused-stage1-bf16"
+    source = open_checkpoint(folder)
+    expected = load_file(folder / "expected_model.safetensors")
+    sections = [[4 // ranks] * ranks] * 3
+    cuts = {
+        "layers.0.qkv.weight": Cut.of_widths((12, 6), 0, *sections),
+        "layers.0.qkv.bias": Cut.of_widths((12,), 0, *sections),
+        "layers.0.down.weight": Cut.of_widths((6, 4), 1, sections[0]),
+        "emb.weight": Cut.of_widths((6, 5), 1, [5, *[0] * (ranks - 1)]),
+    }
+    for name, cut in cuts.items():
+        assert source.cut(f"master/{name}") is None
+        for rank in range(ranks):
+            part = torch.empty(cut.part_shape(rank))
+            read_part(source, f"master/{name}", cut, rank, 0, part.view(-1))
+            wanted = torch.from_numpy(part_of(cut, expected[name].float().numpy(), rank).copy())
+            assert torch.equal(part.bfloat16(), wanted.bfloat16())
