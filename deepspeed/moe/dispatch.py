@@ -12,7 +12,8 @@ reducer takes, is the gradient of the mean loss (docs/adr/0016, point 3). Both f
 
 [Note: two hops] Where the axis spans hosts, rows travel first among the ranks of this host, each to the rank that stands at
 the place which the receiver has on its own host; then among the ranks of that place over all hosts. So a rank sends one
-larger message to each other host, in place of one to each rank there. Same rows, same order, other messages.
+larger message to each other host, in place of one to each rank there. Same rows, same order, other messages. It costs a copy
+of every row, so only small messages go this way: all ranks know how many rows there are, and decide alike.
 
     rank (h, p) --inside h--> (h, q) --across hosts, at place q--> (h', q)
 
@@ -33,7 +34,10 @@ from deepspeed import comm
 from deepspeed.moe.gating import Pairs, Routing
 from deepspeed.topology.mesh import AxisGroup, Hops
 
-__all__ = ["Exchange", "Ways", "from_rows", "to_rows"]
+__all__ = ["SMALL_MESSAGE_NBYTES", "Exchange", "Ways", "from_rows", "to_rows"]
+
+SMALL_MESSAGE_NBYTES = 1 << 15
+"""Bytes from one rank to another, in the mean, up to which two hops are no slower (docs/adr/0016, point 12)."""
 
 
 class Ways:
@@ -135,11 +139,34 @@ class _Leg(NamedTuple):
     group: comm.ProcessGroup
 
 
+class _Way(NamedTuple):
+    """Legs one after the other, and the order in which experts get what has arrived."""
+
+    legs: list[_Leg]
+    order: tuple[Tensor, Tensor] | None
+
+
+class _Counts(NamedTuple):
+    """Rows that travel, by ranks of the axis.
+
+    Attributes:
+        leaving: to each.
+        arriving: from each, for each expert here.
+        passing: in two hops, those that come by here, place after place and host after host; empty in one.
+        total: of all ranks, known to all where they could go in two hops.
+    """
+
+    leaving: list[int]
+    arriving: list[list[int]]
+    passing: list[int]
+    total: int
+
+
 class Exchange:
     """Brings rows to the ranks that hold their experts, and back.
 
     Every rank of the axis makes one with the same number of experts, and calls both ways; backward passes the same way.
-    Where the axis spans hosts rows go in two hops ([Note: two hops]); they arrive in the same order.
+    Where the axis spans hosts small messages go in two hops ([Note: two hops]); rows arrive in the same order.
 
     Args:
         axis: ranks that the experts are spread over.
@@ -148,77 +175,110 @@ class Exchange:
     """
 
     def __init__(self, axis: AxisGroup, kept_E: Tensor, num_local_experts: int) -> None:
-        hops = axis.hops()
-        found = _direct(axis, kept_E, num_local_experts) if hops is None else _by_hosts(hops, kept_E, num_local_experts)
-        self._legs, senders, arriving = found
-        self.leaving_rows = sum(self._legs[0].leaving)
+        self._axis, self._hops, self._device = axis, axis.hops(), kept_E.device
+        told = _counts(axis, kept_E, num_local_experts) if self._hops is None else _counts_by_hosts(self._hops, kept_E)
+        self._counts = told
+        self._ways: dict[bool, _Way] = {}
+        self.leaving_rows = sum(told.leaving)
         """Rows of this rank's tokens."""
-        self.rows_per_expert = [sum(counts) for counts in zip(*arriving, strict=True)]
+        self.rows_per_expert = [sum(counts) for counts in zip(*told.arriving, strict=True)]
         """Rows that each of this rank's experts gets."""
-        keys = [place * axis.size + sender for sender in senders for place in range(num_local_experts)]
-        self._order = _order(keys, [count for counts in arriving for count in counts], kept_E.device)
 
     def there(self, rows_RM: Tensor) -> Tensor:
         """Return what this rank's experts get from all ranks, expert after expert, then rank after rank: (X, M)."""
-        for order, leaving, arriving, group in self._legs:
+        legs, last = self._way(rows_RM)
+        for order, leaving, arriving, group in legs:
             leaving_RM = rows_RM if order is None else _permuted(rows_RM, *order)
             rows_RM = _AllToAll.apply(leaving_RM, leaving, arriving, group)  # type: ignore[no-untyped-call]
-        return rows_RM if self._order is None else _permuted(rows_RM, *self._order)
+        return rows_RM if last is None else _permuted(rows_RM, *last)
 
     def back(self, rows_XN: Tensor) -> Tensor:
         """Return what the experts of all ranks made of this rank's rows, in the order of `there`'s argument: (R, N)."""
-        rows = rows_XN if self._order is None else _permuted(rows_XN, *reversed(self._order))
-        for order, leaving, arriving, group in reversed(self._legs):
+        legs, last = self._way(rows_XN)
+        rows = rows_XN if last is None else _permuted(rows_XN, *reversed(last))
+        for order, leaving, arriving, group in reversed(legs):
             rows = _AllToAll.apply(rows, arriving, leaving, group)  # type: ignore[no-untyped-call]
             rows = rows if order is None else _permuted(rows, *reversed(order))
         return rows
 
+    def _way(self, rows: Tensor) -> _Way:
+        """The same on all ranks: rows are as wide there, and all know the total."""
+        mean_nbytes = self._counts.total * rows.shape[1] * rows.element_size() / self._axis.size**2
+        hops = self._hops if mean_nbytes <= SMALL_MESSAGE_NBYTES else None
+        key = hops is not None
+        if key not in self._ways:
+            way = _straight(self._axis, self._counts, self._device)
+            self._ways[key] = way if hops is None else _by_hosts(hops, self._counts, self._device)
+        return self._ways[key]
 
-_Found = tuple[list[_Leg], Sequence[int], list[list[int]]]
-"""The way; the ranks that rows arrive from, in order; rows from each of them for each expert here."""
 
-
-def _direct(axis: AxisGroup, kept_E: Tensor, num_local_experts: int) -> _Found:
+def _counts(axis: AxisGroup, kept_E: Tensor, num_local_experts: int) -> _Counts:
     arriving_E = torch.empty_like(kept_E)
     comm.all_to_all_single(arriving_E, kept_E, group=axis.group)
     leaving, arriving = torch.stack([kept_E, arriving_E]).view(2, axis.size, num_local_experts).tolist()
-    return [_Leg(None, _sums(leaving), _sums(arriving), axis.group)], range(axis.size), arriving
+    return _Counts(_sums(leaving), arriving, [], 0)
 
 
-def _by_hosts(hops: Hops, kept_E: Tensor, num_local_experts: int) -> _Found:
-    """[Note: two hops]. Letters: `H` hosts, `L` places on each, `E` here: experts of one rank."""
+def _counts_by_hosts(hops: Hops, kept_E: Tensor) -> _Counts:
+    """In two hops, each rank's total beside its counts. Letters: `H` hosts, `L` places on each, `C` counts of one rank."""
     hosts, places = hops.across.size, hops.inside.size
     positions = torch.tensor(hops.positions, device=kept_E.device)
-    leaving_LHE = kept_E.view(-1, num_local_experts)[positions].view(hosts, places, -1).transpose(0, 1).contiguous()
-    passing_LHE, arriving_HLE = torch.empty_like(leaving_LHE), kept_E.new_empty(hosts, places, num_local_experts)
-    comm.all_to_all_single(passing_LHE, leaving_LHE, group=hops.inside.group)
-    passing_HLE = passing_LHE.transpose(0, 1).contiguous()
-    comm.all_to_all_single(arriving_HLE, passing_HLE, group=hops.across.group)
-    counts = torch.stack([leaving_LHE.flatten(), passing_LHE.flatten(), arriving_HLE.flatten()])
-    leaving_by_place, passing_by_place, arriving = counts.view(3, places * hosts, -1).tolist()
-    leaving_LH, passing_LH = _sums(leaving_by_place), _sums(passing_by_place)
-    by_place = [0] * len(hops.positions)  # by position in the axis: where its rows stand when they leave, place after place
-    leaving_by_position = list(by_place)
+    totals_H1 = kept_E.sum().expand(hosts * places, 1)
+    leaving_HC = torch.cat([kept_E.view(hosts * places, -1)[positions], totals_H1], dim=1)
+    leaving_LHC = leaving_HC.view(hosts, places, -1).transpose(0, 1).contiguous()
+    passing_LHC = torch.empty_like(leaving_LHC)
+    comm.all_to_all_single(passing_LHC, leaving_LHC, group=hops.inside.group)
+    passing_HLC = passing_LHC.transpose(0, 1).contiguous()
+    arriving_HLC = torch.empty_like(passing_HLC)
+    comm.all_to_all_single(arriving_HLC, passing_HLC, group=hops.across.group)
+    told = torch.stack([leaving_HC.flatten(), passing_LHC.flatten(), arriving_HLC.flatten()])
+    leaving, passing, arriving = told.view(3, hosts * places, -1).tolist()
+    number_of = {position: number for number, position in enumerate(hops.positions)}
+    by_position = [number_of[position] for position in range(hosts * places)]
+    return _Counts(
+        [sum(leaving[number][:-1]) for number in by_position],
+        [arriving[number][:-1] for number in by_position],
+        [sum(counts[:-1]) for counts in passing],
+        sum(counts[-1] for counts in arriving),
+    )
+
+
+def _straight(axis: AxisGroup, counts: _Counts, device: torch.device) -> _Way:
+    leg = _Leg(None, counts.leaving, _sums(counts.arriving), axis.group)
+    return _Way([leg], _by_expert(counts.arriving, range(axis.size), device))
+
+
+def _by_hosts(hops: Hops, counts: _Counts, device: torch.device) -> _Way:
+    """[Note: two hops]; lists here are host after host, place after place."""
+    hosts, places = hops.across.size, hops.inside.size
+    host_of, place_of = [0] * (hosts * places), [0] * (hosts * places)
     for number, position in enumerate(hops.positions):
-        host, place = divmod(number, places)
-        by_place[position] = place * hosts + host
-        leaving_by_position[position] = leaving_LH[by_place[position]]
-    by_host = [host * places + place for place in range(places) for host in range(hosts)]
-    legs = [
-        _Leg(
-            _order(by_place, leaving_by_position, kept_E.device),
-            [sum(leaving_LH[place * hosts : (place + 1) * hosts]) for place in range(places)],
-            [sum(passing_LH[place * hosts : (place + 1) * hosts]) for place in range(places)],
-            hops.inside.group,
-        ),
-        _Leg(
-            _order(by_host, passing_LH, kept_E.device),
-            [sum(passing_LH[host::hosts]) for host in range(hosts)],
-            [sum(_sums(arriving)[host * places : (host + 1) * places]) for host in range(hosts)],
-            hops.across.group,
-        ),
+        host_of[position], place_of[position] = divmod(number, places)
+    by_place = [place * hosts + host for host, place in zip(host_of, place_of, strict=True)]
+    arriving = _sums([counts.arriving[position] for position in hops.positions])
+    inside = _Leg(
+        _order(by_place, counts.leaving, device),
+        [sum(n for n, at in zip(counts.leaving, place_of, strict=True) if at == place) for place in range(places)],
+        [sum(counts.passing[place * hosts : (place + 1) * hosts]) for place in range(places)],
+        hops.inside.group,
+    )
+    across = _Leg(
+        _order([host * places + place for place in range(places) for host in range(hosts)], counts.passing, device),
+        [sum(counts.passing[host::hosts]) for host in range(hosts)],
+        [sum(arriving[host * places : (host + 1) * places]) for host in range(hosts)],
+        hops.across.group,
+    )
+    return _Way([inside, across], _by_expert(counts.arriving, hops.positions, device))
+
+
+def _by_expert(
+    arriving: Sequence[Sequence[int]], senders: Sequence[int], device: torch.device
+) -> tuple[Tensor, Tensor] | None:
+    """Rows that came sender after sender in the order of experts, and there of ranks."""
+    stretches = [
+        (place * len(senders) + sender, count) for sender in senders for place, count in enumerate(arriving[sender])
     ]
-    return legs, hops.positions, arriving
+    return _order([key for key, _ in stretches], [count for _, count in stretches], device)
 
 
 def _sums(counts: Sequence[Sequence[int]]) -> list[int]:

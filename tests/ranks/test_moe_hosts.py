@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed import comm
+from deepspeed.moe import dispatch
 from deepspeed.moe.layer import MoE
 from deepspeed.topology import mesh
 from deepspeed.topology.mesh import AxisGroup
@@ -37,12 +38,28 @@ def _run(rank: int, hosts: str, experts: int, counts: list[int]) -> tuple[list[T
 
 
 def _compare(rank: int, world_size: int, hosts: str, experts: int, counts: list[int]) -> tuple[tuple[int, ...], ...] | None:
+    sizes: list[int] = []
+    exchanged = dispatch._exchanged
+
+    def noted(rows: Tensor, leaving: list[int], arriving: list[int], group: comm.ProcessGroup) -> Tensor:
+        sizes.append(len(leaving))
+        return exchanged(rows, leaving, arriving, group)
+
+    dispatch._exchanged = noted
     straight, parts = _run(rank, "a" * world_size, experts, counts)
     assert parts is None
-    hopping, parts = _run(rank, hosts, experts, counts)
-    assert len(straight) == len(hopping) >= 5
-    for one, other in zip(straight, hopping, strict=True):
-        assert torch.equal(one, other)
+    found, parts = _run(rank, hosts, experts, counts)
+    small = dispatch.SMALL_MESSAGE_NBYTES
+    dispatch.SMALL_MESSAGE_NBYTES = 1  # now messages are large
+    large, _ = _run(rank, hosts, experts, counts)
+    dispatch.SMALL_MESSAGE_NBYTES = small
+    for each in (found, large):
+        assert len(straight) == len(each) >= 5
+        assert all(torch.equal(one, other) for one, other in zip(straight, each, strict=True))
+    one_hop = [world_size] * 4  # there and back, forward and backward
+    inside, across = (0, 0) if parts is None else (len(parts[0]), len(parts[1]))
+    two_hops = [inside, across, across, inside] * 2
+    assert sizes == one_hop + (one_hop if parts is None else two_hops) + one_hop
     return parts
 
 
