@@ -183,16 +183,28 @@ class LoadingMembers:
                 start_alike(self._parts.partition.axes.tensor)
 
     def _has_ranks_of(self, source: CheckpointSource) -> bool:
-        """Whether as many ranks wrote it along the axes whose ranks hold the same, or are to draw the same numbers."""
-        mesh = self._parts.mesh
-        sizes = source.state.get("mesh", {})
-        is_shared_alike = all(mesh.axis(axis).size == sizes.get(axis, 1) for axis in ("sequence", "tensor"))
+        """Whether as many ranks wrote it along the axes whose ranks hold the same, or see the same data."""
+        mesh, sizes = self._parts.mesh, _ranks_of_a_sample(source)
+        is_shared_alike = sizes == (mesh.axis("sequence").size, mesh.axis("tensor").size)
         return is_shared_alike and source.state["dp_world_size"] == mesh.data_parallel.size
+
+    def _stored_rank(self, source: CheckpointSource) -> int:
+        """The rank of the job that saved which had this one's place in the data: it drew the same samples.
+
+        Of the ranks that share a sample the one of the same place, where there was one, else the first.
+        """
+        mesh, (sequences, tensors) = self._parts.mesh, _ranks_of_a_sample(source)
+        sequence, tensor = mesh.axis("sequence"), mesh.axis("tensor")
+        if (sequences, tensors) == (sequence.size, tensor.size):
+            return mesh.rank
+        first = mesh.rank // (sequence.size * tensor.size) * sequences * tensors
+        place = sequence.rank if sequence.rank < sequences else 0
+        return first + place * tensors + (tensor.rank if tensors == tensor.size else 0)
 
     def _rank_state_in(self, source: CheckpointSource, *, only_module: bool) -> dict[str, Any]:
         """What this rank stored for itself, as far as it is needed."""
         has_own = next(persistent_buffers(self.module), None) is not None or extra_state(self.module)
-        return {} if only_module and not has_own else source.rank_state(self._parts.mesh.rank)
+        return {} if only_module and not has_own else source.rank_state(self._stored_rank(source))
 
     def _open(self, load_dir: Path, tag: str | None) -> tuple[Path, CheckpointSource] | None:
         """Find the checkpoint that is meant, on this node's disk, in the tiers, or in `load_dir`, and open it there."""
@@ -350,6 +362,12 @@ def _group_numbers(stored: Sequence[Sequence[str]], own: Sequence[Sequence[str]]
             "weight_decay, ...) are taken group by group, in order. Build the same groups to be sure of them.",
         )
     return list(range(len(own)))
+
+
+def _ranks_of_a_sample(source: CheckpointSource) -> tuple[int, int]:
+    """How many ranks of the job that saved shared a sample: along the sequence, and along layers."""
+    sizes = source.state.get("mesh", {})
+    return sizes.get("sequence", 1), sizes.get("tensor", 1)
 
 
 def _weights_in(source: CheckpointSource) -> dict[str, str]:

@@ -44,7 +44,7 @@ class WholeModelMembers:
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """The module's state dict, frozen parameters left out on request; of experts those that this rank holds."""
+        """The module's state dict, frozen parameters left out on request; of experts and parts the own ones."""
         into: dict[str, Any] = {} if destination is None else destination
         state_dict = self.module.state_dict(destination=into, prefix=prefix, keep_vars=keep_vars)
         if exclude_frozen_parameters:

@@ -5,6 +5,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deepspeed.checkpoint.save.nodes import Nodes, NodeShares
 from deepspeed.checkpoint.save.write_share import WriteShares, own_place
 
 
@@ -34,3 +35,22 @@ def test_a_process_knows_its_machine_and_its_socket(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         (folder / "physical_package_id").write_text("1\n")
     assert own_place("SOCKET", tmp_path) == f"{machine} socket 1"
+
+
+@given(first=st.integers(1, 4), second=st.integers(1, 4), places=st.lists(st.sampled_from("abc"), min_size=16, max_size=16))
+def test_what_two_axes_hold_alike_has_one_writer_for_each_share(first: int, second: int, places: list[str]) -> None:
+    ranks = range(first * second)  # the second axis is the faster one
+    for table in (None, dict(enumerate(places))):
+        shares = []
+        for rank in ranks:
+            own = WriteShares(rank, table)
+            share = own.of([other for other in ranks if other % second == rank % second])
+            shares.append(own.along(share, [other for other in ranks if other // second == rank // second]))
+        writers = [share for share in shares if share.part is not None]
+        assert sorted(share.part for share in writers if share.part is not None) == list(range(writers[0].parts))
+        assert {share.parts for share in writers} == {writers[0].parts}
+
+
+def test_with_a_disk_per_node_all_of_an_axis_write_what_they_load() -> None:
+    own = NodeShares(1, Nodes((0, 0), ("a",)))
+    assert own.along(own.of([1]), [0, 1]) == (1, 0)
