@@ -77,7 +77,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` without a gradient, by the faster library."""
     if is_mkl_slow() and _may_replace() and _is_suited(x, weight, bias):
-        return _product(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], weight.shape[0])
+        flat = _product(x.reshape(-1, x.shape[-1]), weight, bias)
+        product: Tensor = torch.ops.aten._unsafe_view(flat, (*x.shape[:-1], weight.shape[0]))
+        return product  # no view: what follows may change it in place, as it may torch's own (nn.ReLU(inplace=True))
     return F.linear(x, weight, bias)
 
 
@@ -169,7 +171,9 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
-        return _product(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], weight.shape[0])
+        flat = _product(x.reshape(-1, x.shape[-1]), weight, bias)
+        product: Tensor = torch.ops.aten._unsafe_view(flat, (*x.shape[:-1], weight.shape[0]))
+        return product  # no view: what follows may change it in place, as it may torch's own (nn.ReLU(inplace=True))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

@@ -62,6 +62,19 @@ def test_values_and_gradients_are_those_of_linear(
 
 
 @pytest.mark.usefixtures("_paying")
+@pytest.mark.parametrize("shape", [(64, 512), (4, 16, 512)])
+def test_what_comes_out_may_be_changed_in_place(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]) -> None:
+    calls = _calls(monkeypatch)
+    x, layer = torch.randn(shape), torch.nn.Linear(512, 256)
+    with fast_products(CPU):
+        torch.relu_(layer(x)).sum().backward()
+    assert calls
+    found, layer.weight.grad = layer.weight.grad, None
+    torch.relu(layer(x)).sum().backward()
+    torch.testing.assert_close(found, layer.weight.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("_paying")
 def test_only_what_needs_a_gradient_is_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = _calls(monkeypatch)
     layer = nn.Linear(256, 512).requires_grad_(False)
