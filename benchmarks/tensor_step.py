@@ -146,9 +146,7 @@ def _engine(contender: str) -> Callable[[Tensor], Tensor]:
     return step
 
 
-def _plain_loop(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    optimizer = adamw(model)
-
+def _plain_loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], Tensor]:
     def step(tokens_BT: Tensor) -> Tensor:
         loss: Tensor = model(tokens_BT)
         loss.backward()
@@ -168,11 +166,12 @@ def _no_engine() -> Callable[[Tensor], Tensor]:
     deepspeed.init_distributed("gloo")
     model = _model()
     apply_auto_tp(model, TensorParallelConfig(autotp_size=RANKS), ParallelMesh.build(tensor=RANKS).axis("tensor"))
-    return _plain_loop(model)
+    return _plain_loop(model, adamw(model))
 
 
 def _parallelized() -> Callable[[Tensor], Tensor]:
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     dist.init_process_group("gloo")
@@ -180,7 +179,11 @@ def _parallelized() -> Callable[[Tensor], Tensor]:
     styles = {"column": ColwiseParallel, "row": RowwiseParallel}
     plan = {f"layers.*.{name}": styles[kind]() for kind, names in _RULES.items() for name in names}
     parallelize_module(model, init_device_mesh("cpu", (RANKS,)), plan)
-    return _plain_loop(model)
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [param for param in parameters if isinstance(param, DTensor) == is_part]} for is_part in (True, False)
+    ]
+    return _plain_loop(model, torch.optim.AdamW(groups, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True))
 
 
 def _batches(count: int) -> Iterator[Tensor]:

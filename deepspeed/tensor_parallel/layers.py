@@ -202,15 +202,14 @@ class SummedGradients(nn.Module):
 
 
 class _SumInto(torch.autograd.Function):
-    """All-reduce in place: for a tensor that nobody else has seen."""
+    """All-reduce in place: for a tensor that nobody else has seen. Autograd has no in-place change of a function's view."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: AxisGroup) -> Tensor:
-        if not x.is_contiguous():
-            x = x.contiguous()
-            comm.all_reduce(x, group=axis.group)
-            return x
-        ctx.mark_dirty(x)
+        if x._is_view() or not x.is_contiguous():
+            x = x.clone(memory_format=torch.contiguous_format)
+        else:
+            ctx.mark_dirty(x)
         comm.all_reduce(x, group=axis.group)
         return x
 
