@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 
 from deepspeed.checkpoint import Piece, open_checkpoint
 from deepspeed.checkpoint import parts as parts_module
+from deepspeed.checkpoint.disk import gathering
 from deepspeed.checkpoint.disk.manifest import Manifest
 from deepspeed.checkpoint.export.weights_source import OwnWeights
 from deepspeed.checkpoint.export.weights_table import Kind, Weight
@@ -192,3 +194,19 @@ def test_parts_are_read_from_the_originals_slices(ranks: int) -> None:
             read_part(source, f"master/{name}", cut, rank, 0, part.view(-1))
             wanted = torch.from_numpy(part_of(cut, expected[name].float().numpy(), rank).copy())
             assert torch.equal(part.bfloat16(), wanted.bfloat16())
+
+
+def test_putting_parts_together_takes_a_block_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gathering, "_BLOCK_NBYTES", 1 << 16)
+    whole = np.arange(1 << 19, dtype="<i4").reshape(1 << 10, 1 << 9)
+    _write(tmp_path, Cut.of_widths(whole.shape, 1, [1 << 8] * 2), whole)
+    source, out = open_checkpoint(tmp_path), torch.empty(whole.size, dtype=torch.int32)
+    source.read("w", out=out)  # headers are read once
+    tracemalloc.start()
+    try:
+        source.read("w", out=out)
+        peak_nbytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert np.array_equal(out.numpy(), whole.reshape(-1))
+    assert peak_nbytes < 2 * (1 << 16)
