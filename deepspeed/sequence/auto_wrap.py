@@ -20,6 +20,9 @@ from deepspeed.sequence.hugging_face import attach_to_model, head_counts
 
 __all__ = ["SPModelInfo", "auto_wrap_model_for_sp", "detect_model_sp_info"]
 
+_PROJECTIONS = ("multi_modal_projector", "vision_projection", "merger")
+"""What transformers' models call the module between a vision tower and the decoder."""
+
 
 @dataclass(frozen=True)
 class SPModelInfo:
@@ -32,8 +35,9 @@ class SPModelInfo:
         kv_heads: key and value heads of each layer.
         head_size: of a query head.
         layers: hidden layers.
-        attention_modules: names of the modules whose attention is exchanged.
-        other_towers: model types beside the decoder, such as a vision tower's.
+        llm_attn_modules: (name, module) of each attention of the decoder: these are exchanged.
+        vit_attn_modules: likewise of other towers, such as one for images.
+        vision_projection_module: (name, module) of what brings a tower's features to the decoder, or None.
     """
 
     model_type: str
@@ -42,8 +46,9 @@ class SPModelInfo:
     kv_heads: int
     head_size: int
     layers: int
-    attention_modules: tuple[str, ...]
-    other_towers: tuple[str, ...]
+    llm_attn_modules: list[tuple[str, nn.Module]]
+    vit_attn_modules: list[tuple[str, nn.Module]]
+    vision_projection_module: tuple[str, nn.Module] | None
 
     @property
     def max_sequence_parallel_size(self) -> int:
@@ -66,15 +71,16 @@ def detect_model_sp_info(model: nn.Module) -> SPModelInfo:
         )
     text = config.get_text_config()
     query_heads, head_size, kv_heads = head_counts(text)
-    found = {name: module for name, module in model.named_modules() if _attends(module)}
-    own = tuple(name for name, module in found.items() if module.config.model_type == text.model_type)
-    others = {module.config.model_type for module in found.values()} - {text.model_type}
+    found: list[tuple[str, Any]] = [(name, module) for name, module in model.named_modules() if _attends(module)]
+    own = [(name, module) for name, module in found if module.config.model_type == text.model_type]
     if not own:
         raise ArgumentError(
             f"{type(model).__name__} ({text.model_type}) has no attention that asks transformers' registry; needed "
             "modules with a "
-            "config, layer_idx and is_causal. Use a model whose attention can be sdpa, or DistributedAttention."
+            "config and is_causal. Use a model whose attention can be sdpa, or DistributedAttention."
         )
+    others = [(name, module) for name, module in found if module.config.model_type != text.model_type]
+    projections = [each for each in model.named_modules() if each[0].rpartition(".")[2] in _PROJECTIONS]
     return SPModelInfo(
         text.model_type,
         text._attn_implementation,
@@ -83,7 +89,8 @@ def detect_model_sp_info(model: nn.Module) -> SPModelInfo:
         head_size,
         text.num_hidden_layers,
         own,
-        tuple(sorted(others)),
+        others,
+        next(iter(projections), None),
     )
 
 
@@ -105,9 +112,10 @@ def auto_wrap_model_for_sp(
         ArgumentError: fewer query heads than ranks, a model with other towers, or none of transformers.
     """
     info = detect_model_sp_info(model)
-    if info.other_towers:
+    if info.vit_attn_modules or info.vision_projection_module:
+        towers = sorted({name.partition(".layers")[0] for name, _ in info.vit_attn_modules})
         raise ArgumentError(
-            f"{type(model).__name__} has attention of {list(info.other_towers)} beside {info.model_type}: their tokens "
+            f"{type(model).__name__} has attention in {towers} beside {info.model_type}: their tokens "
             "would have to be "
             "cut too. Wrap the decoder alone (model.get_decoder()), and hand it its part of the embeddings."
         )
@@ -117,4 +125,4 @@ def auto_wrap_model_for_sp(
 
 def _attends(module: nn.Module) -> bool:
     """Attention modules that call a function of the registry know these of themselves."""
-    return all(hasattr(module, name) for name in ("config", "layer_idx", "is_causal"))
+    return all(hasattr(module, name) for name in ("config", "is_causal"))

@@ -219,8 +219,9 @@ def _other_models(rank: int, world_size: int) -> None:
     model = llama()
     info = detect_model_sp_info(model)
     assert (info.model_type, info.query_heads, info.kv_heads, info.layers) == ("llama", 4, 2, 2)
-    assert (info.attention, info.max_sequence_parallel_size, info.other_towers) == ("sdpa", 4, ())
-    assert info.attention_modules == ("model.layers.0.self_attn", "model.layers.1.self_attn")
+    assert (info.attention, info.max_sequence_parallel_size, info.vit_attn_modules) == ("sdpa", 4, [])
+    assert [name for name, _ in info.llm_attn_modules] == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
+    assert info.vision_projection_module is None
     groups.set_current(_mesh())
     assert auto_wrap_model_for_sp(model, groups._get_sequence_parallel_group()) is model
     torch.testing.assert_close(other(**inputs).logits, expected, rtol=0, atol=0)
@@ -233,6 +234,17 @@ def _other_models(rank: int, world_size: int) -> None:
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is before
     with pytest.raises(ArgumentError, match="has no transformers config"):
         detect_model_sp_info(torch.nn.Linear(2, 2))
+    with pytest.raises(ArgumentError, match=r"has attention in .*vision.* beside llama"):
+        auto_wrap_model_for_sp(_llava(), groups._get_sequence_parallel_group())
+
+
+def _llava() -> Any:
+    from transformers import LlavaConfig, LlavaForConditionalGeneration
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {"model_type": "clip_vision_model", "image_size": 8, "patch_size": 4, **sizes}
+    text = {"model_type": "llama", "vocab_size": 23, **sizes}
+    return LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text, image_token_index=1))
 
 
 def _mesh() -> Any:
