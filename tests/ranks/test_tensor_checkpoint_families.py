@@ -95,3 +95,47 @@ def _trained(name: str) -> dict[str, torch.Tensor]:
         loss_of(logits_of(model, ids), ids).backward()
         optimizer.step()
     return {parameter: value.detach() for parameter, value in model.named_parameters()}
+
+
+PLACES: dict[str, tuple[int, dict[str, Any]]] = {
+    "both": (1, {"tensor_parallel": {"autotp_size": 2}, "expert_parallel": {"enabled": True, "autoep_size": 2}}),
+    "layers": (3, {"tensor_parallel": {"autotp_size": 4}}),
+    "experts": (0, {"expert_parallel": {"enabled": True, "autoep_size": 4}}),
+    "neither": (2, {}),
+    "sharded": (3, {"tensor_parallel": {"autotp_size": 2}, "expert_parallel": {"enabled": True, "autoep_size": 2}}),
+}
+"""Stage, and what a Mixtral is cut and spread by."""
+
+
+def _move_experts(rank: int, world_size: int, folder: Path) -> None:
+    before = None
+    for place, (stage, blocks) in PLACES.items():
+        with double_throughout("mixtral"):
+            model = build("mixtral")
+            settings = config(1, 2, **zero(stage, stage3_gather_16bit_weights_on_model_save=True), **blocks)
+            settings["optimizer"] = {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}
+            engine = make_engine(model, settings)
+            if before is None:
+                for step in range(2):
+                    ids = tokens(seed=step)
+                    engine.backward(loss_of(engine(input_ids=ids, use_cache=False).logits, ids))
+                    engine.step()
+            else:
+                engine.load_checkpoint(folder, before)
+            engine.save_checkpoint(folder, place)
+            engine.save_16bit_model(folder, f"{place}.bin")
+            engine.destroy()
+            before = place
+
+
+def test_layers_that_are_cut_and_experts_that_are_spread_are_one_model(tmp_path: Path) -> None:
+    run_ranks(_move_experts, 4, tmp_path, timeout_seconds=120)
+    first, *others = (open_checkpoint(tmp_path, place) for place in PLACES)
+    for other in others:
+        found = list(compare_tensors(first, other))
+        assert {each.verdict for each in found} == {"equal"}
+        assert {each.what for each in found} == {"weight", "exp_avg", "exp_avg_sq", "step"}
+    weights = [torch.load(tmp_path / f"{place}.bin", weights_only=True) for place in PLACES]
+    build("mixtral").load_state_dict(weights[0], strict=True)
+    for name, value in weights[0].items():
+        assert all(torch.equal(each[name], value) for each in weights[1:])
