@@ -14,6 +14,7 @@ not live here: which heads and tokens go where (`sequence.exchange`), moving the
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -122,6 +123,14 @@ class DistributedAttention(nn.Module):
         if context.dim() == query.dim():
             return to_sequence(back, context)[0]
         return to_sequence(back, context.view(*context.shape[:2], len(queries[rank]), -1))[0].flatten(-2)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedAttention:
+        """A copy of its own that speaks to the same ranks: groups cannot be copied."""
+        memo[id(self.spg)] = self.spg
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
 
     def _plan(self, query: Tensor, key: Tensor, value: Tensor, batch_dim_idx: int) -> HeadPlan:
         shapes = [tuple(each.shape) for each in (query, key, value)]

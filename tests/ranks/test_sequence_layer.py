@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -96,6 +97,8 @@ def _tokens_first(rank: int, world_size: int) -> None:
     expected = local(turned(whole), turned(whole), whole)[own]
     part = whole[own]
     layer = DistributedAttention(local, comm.get_world_group())
+    layer = copy.deepcopy(layer)
+    assert layer.spg is comm.get_world_group()
     for shaped in (angle, angle.transpose(0, 1)):
         out = layer(part.clone().requires_grad_(), part, part, 1, (shaped.cos(), shaped.sin()))
         torch.testing.assert_close(out, expected, rtol=0, atol=ROUNDING)
