@@ -94,7 +94,7 @@ def _choose_parts(request: EngineRequest, terms: Terms) -> EngineParts:
     basic = choose_optimizer(request)
     optimizer = basic.optimizer if basic is not None else None
     if mesh.axis("expert").size > 1:
-        refuse_for_experts(config, optimizer)
+        refuse_for_experts(config)
     refuse_for_parts(config, optimizer, TensorParts.of(module, axes.tensor.rank, axes.tensor.size))
     _make_alike(request, optimizer, terms, axes)
     start_alike(axes.tensor)

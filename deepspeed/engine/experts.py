@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
@@ -120,7 +119,7 @@ def _agreed_ep_size(module: nn.Module) -> int:
     return largest
 
 
-def refuse_for_experts(config: DeepSpeedConfig, optimizer: Optimizer | None) -> None:
+def refuse_for_experts(config: DeepSpeedConfig) -> None:
     """Refuse what does not work with experts that are spread over ranks; ask only where they are.
 
     Raises:
@@ -131,12 +130,6 @@ def refuse_for_experts(config: DeepSpeedConfig, optimizer: Optimizer | None) -> 
         raise UnbuiltFeatureError(
             "zero_optimization.zenflow with experts that are spread over ranks is not built yet. Leave it out, or give MoE "
             "ep_size=1, which keeps all experts on every rank."
-        )
-    groups = [] if optimizer is None or zero.stage > 0 else optimizer.param_groups
-    if getattr(optimizer, "needs_parameter_sums", False) and any(group.get("max_grad_norm", 0.0) > 0 for group in groups):
-        raise UnbuiltFeatureError(
-            f"max_grad_norm of {type(optimizer).__name__} at ZeRO stage 0 with experts that are spread over ranks is not "
-            'built yet. Use "gradient_clipping", which clips the gradient of the whole model, or ZeRO stage 1.'
         )
 
 

@@ -104,6 +104,7 @@ def _masters(
         "residence": residence,
         "whole_axis": partition.axes.whole,
         "parts_axis": partition.axes.parts,
+        "counts": (lambda flat: partition.axes.counts(flat.kind)) if partition.axes.has_replicas else None,
     }
     if thread is not None:
         return ThreadedWeights(trained, basic.optimizer, thread, **settings)

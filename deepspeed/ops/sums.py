@@ -34,6 +34,9 @@ class ParameterSums(Protocol):
             The whole parameters' sums, shape (P, K).
         """
 
+    def counts(self, part: Tensor) -> bool:
+        """Whether this rank's part counts in `of_all`: of ranks that hold the same, one's do."""
+
     def of_all(self, partial_K: Tensor) -> Tensor:
         """Add K sums over everything, shape (K,), over the ranks; every rank brings one, zero where it holds nothing."""
 
@@ -44,6 +47,10 @@ class OwnSums:
     def per_parameter(self, parts: Sequence[Tensor], partial_PK: Tensor) -> Tensor:
         """See `ParameterSums`."""
         return partial_PK
+
+    def counts(self, part: Tensor) -> bool:
+        """See `ParameterSums`."""
+        return True
 
     def of_all(self, partial_K: Tensor) -> Tensor:
         """See `ParameterSums`."""

@@ -44,7 +44,7 @@ from deepspeed.ops.optimizer import GroupOptimizer
 from deepspeed.ops.sums import OwnSums
 from deepspeed.topology.mesh import AxisGroup
 from deepspeed.zero.flat import FlatGroup
-from deepspeed.zero.parameter_sums import ShardedSums
+from deepspeed.zero.parameter_sums import ShardedSums, WholeSums
 from deepspeed.zero.residence import InMemory, Residence
 from deepspeed.zero.walk import Batch, Scratch, Slice, batched
 
@@ -76,6 +76,7 @@ class MasterWeights:
         residence: where masters and state rest between updates; None: in memory.
         whole_axis: the ranks that hold all shards, experts' included; None: the shard axis of the first group.
         parts_axis: the ranks that hold all parts of what tensor-parallel ranks hold in parts; None: nothing is.
+        counts: whether a whole group counts on this rank in sums over `whole_axis`, where ranks of it hold the same.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class MasterWeights:
         residence: Residence | None = None,
         whole_axis: AxisGroup | None = None,
         parts_axis: AxisGroup | None = None,
+        counts: Callable[[FlatGroup], bool] | None = None,
     ) -> None:
         self.flats = tuple(flats)
         self.optimizer = optimizer
@@ -98,6 +100,7 @@ class MasterWeights:
         self._client_params = [list(group["params"]) for group in optimizer.param_groups]
         self._state_dtype = state_dtype
         self._whole_axis = whole_axis
+        self._counts = counts
         self._parts_axis = parts_axis
         device = flats[0].master_device if flats else torch.device("cpu")
         fitting = SUB_GROUP_NUMEL.get(device.type, _DEVICE_SUB_GROUP_NUMEL)
@@ -135,11 +138,16 @@ class MasterWeights:
         if isinstance(self.optimizer, GroupOptimizer):
             self.optimizer.state_dtype = self._state_dtype
         is_cut = any(flat.axis.size > 1 or flat.kind.is_part for flat in self.flats)
-        if getattr(self.optimizer, "needs_parameter_sums", False) and is_cut:
-            whole_axis = self._whole_axis or self.flats[0].axis
+        if not self.flats or not getattr(self.optimizer, "needs_parameter_sums", False):
+            return
+        whole_axis = self._whole_axis or self.flats[0].axis
+        if is_cut:
             self.optimizer.sums = ShardedSums(  # type: ignore[attr-defined]
                 self.slices, self.flats, whole_axis, self._parts_axis
             )
+        elif self._counts is not None:
+            counted = [s.param for s in self.slices if self._counts(s.flat)]
+            self.optimizer.sums = WholeSums(counted, whole_axis, self.flats[0].values.device)  # type: ignore[attr-defined]
 
     def _show(self, batches: Sequence[Batch]) -> None:
         """Let the optimizer see exactly `batches`."""

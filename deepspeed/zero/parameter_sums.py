@@ -13,17 +13,18 @@ Lives here: where each part's row is. Does not live here: what is summed (`ops.l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from deepspeed import comm
+from deepspeed.ops.sums import OwnSums
 from deepspeed.topology.mesh import AxisGroup
 from deepspeed.zero.flat import FlatGroup
 from deepspeed.zero.walk import Slice
 
-__all__ = ["ShardedSums"]
+__all__ = ["ShardedSums", "WholeSums"]
 
 
 class ShardedSums:
@@ -67,6 +68,10 @@ class ShardedSums:
                 comm.all_reduce(rows_AK[rows], group=axis.group)
         return rows_AK.index_select(0, index)
 
+    def counts(self, part: Tensor) -> bool:
+        """See `ops.sums.ParameterSums`: every shard is on one rank."""
+        return True
+
     def of_all(self, partial_K: Tensor) -> Tensor:
         """See `ops.sums.ParameterSums`."""
         total = partial_K.to(self._device)
@@ -80,3 +85,28 @@ class ShardedSums:
             rows = torch.tensor([self._rows[each] for each in key], dtype=torch.int64, device=self._device)
             self._indices = (key, rows)
         return self._indices[1]
+
+
+class WholeSums(OwnSums):
+    """The same where every rank has whole parameters, and others have others beside them: experts at stage 0.
+
+    Args:
+        counted: those that count on this rank.
+        whole_axis: the ranks that hold all.
+        device: where its back end wants tensors.
+    """
+
+    def __init__(self, counted: Iterable[Tensor], whole_axis: AxisGroup, device: torch.device) -> None:
+        self._counted = {id(part) for part in counted}
+        self._whole_axis = whole_axis
+        self._device = device
+
+    def counts(self, part: Tensor) -> bool:
+        """See `ops.sums.ParameterSums`."""
+        return id(part) in self._counted
+
+    def of_all(self, partial_K: Tensor) -> Tensor:
+        """See `ops.sums.ParameterSums`."""
+        total = partial_K.to(self._device, copy=True)
+        comm.all_reduce(total, group=self._whole_axis.group)
+        return total

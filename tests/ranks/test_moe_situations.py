@@ -108,14 +108,21 @@ def test_an_overflow_in_one_ranks_expert_skips_the_step_everywhere_and_is_named(
     assert "brought by rank 1" in text
 
 
-OPTIMIZERS: dict[str, Any] = {"adam": _adam, "lamb": functools.partial(FusedLamb, lr=0.01)}
+OPTIMIZERS: dict[str, Any] = {
+    "adam": _adam,
+    "lamb": functools.partial(FusedLamb, lr=0.01),
+    "lamb's norm": functools.partial(FusedLamb, lr=0.01, max_grad_norm=0.02),
+}
+
+CLIP = 0.05
+CLIPS = {"lamb's norm": 0.0}
 
 
 def _vary(rank: int, world_size: int, how: str, stage: int) -> dict[str, Tensor]:
     model = moe_net((4,), 2, k=2)
-    blocks: dict[str, Any] = zero(stage, stage3_param_persistence_threshold=20) | {"gradient_clipping": 0.05}
+    blocks: dict[str, Any] = zero(stage, stage3_param_persistence_threshold=20) | {"gradient_clipping": CLIPS.get(how, CLIP)}
     params: Any = list(model.parameters())
-    optimizer = OPTIMIZERS["lamb" if how == "lamb" else "adam"]
+    optimizer = OPTIMIZERS.get(how, _adam)
     if how == "split groups":
         params = split_params_into_different_moe_groups_for_optimizer({"params": params, "name": "all"})
         assert [group.get("moe", False) for group in params] == [False, True]
@@ -153,6 +160,8 @@ VARIATIONS = [
     ("sanity checks", 1),
     ("lamb", 0),
     ("lamb", 2),
+    ("lamb's norm", 0),
+    ("lamb's norm", 1),
     ("offload", 3),
     ("state on NVMe", 1),
     ("state on NVMe", 3),
@@ -163,8 +172,9 @@ VARIATIONS = [
 @pytest.mark.parametrize(("how", "stage"), VARIATIONS, ids=str)
 def test_numbers_are_those_of_one_process(how: str, stage: int) -> None:
     got = _join(run_ranks(_vary, 4, how, stage))
-    optimizer = OPTIMIZERS["lamb" if how == "lamb" else "adam"]
-    want = train_reference(moe_net((4,), 1, k=2), optimizer, _batches(4), clip=0.05, unused_counts_as_zero=True)
+    optimizer = OPTIMIZERS.get(how, _adam)
+    clip = CLIPS.get(how, CLIP) or None
+    want = train_reference(moe_net((4,), 1, k=2), optimizer, _batches(4), clip=clip, unused_counts_as_zero=True)
     assert relative_difference(got, want.weights) <= FP64_ROUNDING
 
 

@@ -134,7 +134,7 @@ class FusedLamb(GroupOptimizer):
 
     def _step_all(self, work: HostWork, keys: Sequence[Tensor], found: list[tuple[Group, Batch]], factor: float) -> None:
         """Step what lies in host memory (`work`, the parts of `keys`) and what torch's kernels step (`found`) together."""
-        factors = self._clip(work, found, factor)
+        factors = self._clip(work, keys, found, factor)
         host = [(self.host_rule(group), parts, own) for (group, parts), own in zip(work, factors, strict=True)]
         host_squares_P2, kept = host_step.lamb_update(host)
         moved = [self._update(group, batch) for group, batch in found]
@@ -153,7 +153,7 @@ class FusedLamb(GroupOptimizer):
             for (group, batch), update, own_P2 in zip(found, updates, sums[len(work) :], strict=True)
         ]
 
-    def _clip(self, work: HostWork, found: list[tuple[Group, Batch]], factor: float) -> list[float]:
+    def _clip(self, work: HostWork, keys: Sequence[Tensor], found: list[tuple[Group, Batch]], factor: float) -> list[float]:
         """Scale each group's gradients down to its `max_grad_norm`: those of `found` in place, those of `work` by factors.
 
         One more meeting of ranks, where any group has a largest norm.
@@ -168,10 +168,13 @@ class FusedLamb(GroupOptimizer):
         squares_G = torch.zeros(len(most), dtype=_wide(device), device=device)
         places = {id(group): place for place, group in enumerate(self.param_groups)}
         for group, batch in found:
-            norms = torch.stack(torch._foreach_norm(batch.grads)).to(squares_G)
+            grads = [grad for grad, key in zip(batch.grads, batch.given, strict=True) if self.sums.counts(key)]
+            norms = torch.stack(torch._foreach_norm(grads)).to(squares_G) if grads else squares_G.new_zeros(1)
             squares_G[places[id(group)]].add_(norms.square().sum())
+        own = iter(keys)
         for group, parts in work:
-            squares = host_step.sum_of_squares(parts.grads) * factor**2
+            grads = [grad for grad, key in zip(parts.grads, own, strict=False) if self.sums.counts(key)]
+            squares = host_step.sum_of_squares(grads) * factor**2
             squares_G[places[id(group)]].add_(squares.to(squares_G))
         norms_G = self.sums.of_all(squares_G).sqrt()
         scales = {
