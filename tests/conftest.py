@@ -109,6 +109,7 @@ def without_native_library() -> Iterator[str]:
 def _reset_global_state() -> None:
     """Forget what rooms hold for the process, in this order: upper rooms stand on lower ones."""
     _call("deepspeed.activations.checkpointing", "forget")
+    _call("deepspeed.tensor_parallel.recorded", "reset")
     _call("deepspeed.topology.groups", "reset")
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():

@@ -151,6 +151,11 @@ class _Planner:
             raise ArgumentError(
                 "tensor_parallel.replace_with_kernel_inject=True is for inference. Leave it out of a training config."
             )
+        if config.vocab_parallel_ce_backend != "torch":
+            raise ArgumentError(
+                f"tensor_parallel.vocab_parallel_ce_backend={config.vocab_parallel_ce_backend!r}: Liger's kernel needs "
+                'whole rows of logits, and each rank has a part of the vocabulary. Use "torch".'
+            )
         if self._own.tp_size not in (None, self._ranks):
             raise ArgumentError(
                 f"tensor_parallel.partition_config.tp_size={self._own.tp_size}, but {self._ranks} ranks share each layer "

@@ -171,6 +171,7 @@ def test_parts_are_taken_of_the_first_ranks_weights_and_of_whole_state_dicts() -
 
 
 _REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"specs": RULES, "vocab_parallel_ce_backend": "liger"}, r"vocab_parallel_ce_backend='liger'.*Use \"torch\""),
     ({"specs": []}, r"no layer of Net is cut.*Say which layers.*layer_specs"),
     ({"specs": [spec("nowhere", "column")]}, r"layer_specs\[0\]: .*nowhere.* matches no parameter of Net.*table.weight"),
     ({"specs": RULES[:2], "rules": {"strict_mode": True}}, r"strict_mode: no rule matches 'heads', 'back', 'out'.*'skip'"),
