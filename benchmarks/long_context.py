@@ -1,6 +1,7 @@
 """How much memory does a forward and backward of a long sequence take, in tiles and chunks, and over ranks?
 
-A decoder of two layers (width 64, one head, a gated MLP of 384, 8,192 words, fp32), one sequence. Run by itself:
+A decoder of two layers (width 32, a gated MLP of 256, 4,096 words, fp32; one head, over ranks four), one sequence. Run by
+itself:
 
     python benchmarks/long_context.py lengths --tokens 8192 16384 32768 65536     one rank, by what is switched on
     python benchmarks/long_context.py ranks --tokens 16384                       1, 2, 4 ranks that share the sequence
@@ -39,8 +40,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.harness.live_bytes import LiveBytes
 
-WIDTH, INNER, VOCABULARY, LAYERS, HEADS = 64, 384, 8192, 2, 4
-TILE_TOKENS, CHUNK_TOKENS = 1024, 4096
+WIDTH, INNER, VOCABULARY, LAYERS, HEADS = 32, 256, 4096, 2, 4
+TILE_TOKENS, CHUNK_TOKENS = 256, 2048
 VARIANTS = ("plain", "tiled", "+ chunks", "+ recomputed")
 MIB = 1 << 20
 
@@ -196,7 +197,16 @@ def plot(files: list[str], to: str) -> None:
     from matplotlib import pyplot as plt
 
     rows = [row for file in files for row in json.loads(Path(file).read_text())]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4))
+    has_ranks = any(row["what"] == "ranks" for row in rows)
+    figure, axes = plt.subplots(1, 1 + has_ranks, figsize=(6 + 4 * has_ranks, 4), squeeze=False)
+    _plot_lengths(axes[0, 0], rows)
+    if has_ranks:
+        _plot_ranks(axes[0, 1], rows)
+    figure.tight_layout()
+    figure.savefig(to, dpi=110)
+
+
+def _plot_lengths(left: Any, rows: list[dict[str, Any]]) -> None:
     for variant in VARIANTS:
         mine = sorted(
             (row["tokens"], row["peak_mib"]) for row in rows if row["what"] == "lengths" and row["case"] == variant
@@ -206,6 +216,11 @@ def plot(files: list[str], to: str) -> None:
     ticks = sorted({row["tokens"] for row in rows if row["what"] == "lengths"})
     left.set_xticks(ticks, [f"{each // 1024}k" for each in ticks])
     left.minorticks_off()
+    left.grid(alpha=0.3)
+    left.legend(loc=(0.4, 0.42))
+
+
+def _plot_ranks(right: Any, rows: list[dict[str, Any]]) -> None:
     for variant in VARIANTS:
         mine = sorted((row["case"], row["peak_mib"]) for row in rows if row["what"] == "ranks" and row["variant"] == variant)
         if mine:
@@ -220,11 +235,8 @@ def plot(files: list[str], to: str) -> None:
     )
     right.set_xticks([1, 2, 4], ["1", "2", "4"])
     right.minorticks_off()
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-        axes.legend()
-    figure.tight_layout()
-    figure.savefig(to, dpi=110)
+    right.grid(alpha=0.3)
+    right.legend()
 
 
 def _cases(arguments: argparse.Namespace) -> list[dict[str, Any]]:
