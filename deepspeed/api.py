@@ -105,16 +105,7 @@ def initialize(
     if verification is not None:
         source = verification.config(load_config(source))
     _join(distributed_port, dist_init_required)
-    recorded = recorded_for(model)
-    source = with_recorded(source, recorded)
-    raw = load_config(source)
-    mpu, tensor_group = group_source(raw, recorded, mpu)
-    mesh = _mesh_of(model, mpu, Degrees.of(raw, mesh_param), mesh_param)
-    check_group(tensor_group, mesh)
-    parsed = _checked_config(source, mpu, mesh)
-    _cut_layers(model, parsed, mesh, recorded)
-    _spread_experts(model, parsed)
-    mesh = place_experts(model, mesh, data_first=parsed.use_data_before_expert_parallelism)
+    parsed, mesh = _placed(model, source, mpu, mesh_param)
     _apply_to_process(parsed)
     parameters = None if model_parameters is None else list(model_parameters)
     adopt(parsed, mesh.axis("tensor"))
@@ -142,6 +133,22 @@ def _join(port: int | str, is_required: bool | None) -> None:
         dist_init_required=is_required,
         verbose=False,
     )
+
+
+def _placed(
+    model: nn.Module, source: Any, mpu: Any, mesh_param: tuple[int, ...] | None
+) -> tuple[DeepSpeedConfig, ParallelMesh]:
+    """The checked config, and the ranks' places: layers are cut and experts spread over them."""
+    recorded = recorded_for(model)
+    source = with_recorded(source, recorded)
+    raw = load_config(source)
+    mpu, tensor_group = group_source(raw, recorded, mpu)
+    mesh = _mesh_of(model, mpu, Degrees.of(raw, mesh_param), mesh_param)
+    check_group(tensor_group, mesh)
+    parsed = _checked_config(source, mpu, mesh)
+    _cut_layers(model, parsed, mesh, recorded)
+    _spread_experts(model, parsed)
+    return parsed, place_experts(model, mesh, data_first=parsed.use_data_before_expert_parallelism)
 
 
 def _checked_config(source: Any, mpu: Any, mesh: ParallelMesh) -> DeepSpeedConfig:
