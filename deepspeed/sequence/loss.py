@@ -33,12 +33,14 @@ def mean_over_sequence(loss: Tensor, num_tokens: Tensor | int, group: comm.Proce
         group: the ranks; None means those that share a sequence in the current mesh.
 
     Returns:
-        A scalar, 0 where no token of any rank counts.
+        A scalar, 0 where no token of any rank counts; in fp32 for a 16-bit loss, which could hold neither the number of
+        tokens nor the sum.
     """
     if group is None:
         group = groups.get_current().axis("sequence").group
-    count = torch.as_tensor(num_tokens, device=loss.device).to(loss.dtype)
-    part = torch.where(count > 0, loss, torch.zeros_like(loss)) * count
+    wide = torch.promote_types(loss.dtype, torch.float32)
+    count = torch.as_tensor(num_tokens, device=loss.device).to(wide)
+    part = torch.where(count > 0, loss, torch.zeros_like(loss)).to(wide) * count
     total = differentiable.reduce(differentiable.copy(torch.stack([part, count]), group), group)
     return total[0] / total[1].clamp(min=1)
 

@@ -201,6 +201,22 @@ def test_losses_of_parts_are_the_loss_of_the_whole() -> None:
     run_ranks(_losses, 2)
 
 
+def _sixteen_bit_losses(rank: int, world_size: int) -> None:
+    counts = (70001, 7003)  # more tokens than fp16 has numbers, and sums that it has not
+    for dtype in (torch.float16, torch.bfloat16):
+        loss = torch.tensor((11.0, 9.0)[rank], dtype=dtype).requires_grad_()
+        mean = mean_over_sequence(loss, counts[rank], comm.get_world_group())
+        assert mean.dtype is torch.float32
+        assert mean.item() == pytest.approx((11.0 * counts[0] + 9.0 * counts[1]) / sum(counts), rel=1e-6)
+        mean.backward()
+        assert loss.grad is not None
+        assert loss.grad.item() == pytest.approx(2 * counts[rank] / sum(counts), rel=torch.finfo(dtype).eps)
+
+
+def test_a_16_bit_loss_is_weighed_in_fp32() -> None:
+    run_ranks(_sixteen_bit_losses, 2)
+
+
 def _state(rank: int, world_size: int) -> None:
     initialize_sequence_parallel(2)
     mesh = groups.get_current()
