@@ -38,6 +38,13 @@ def pytest_configure() -> None:
     hear_signals()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Fail on a name that another process would give otherwise: workers must find the same tests."""
+    named = [item.nodeid for item in items if " at 0x" in item.nodeid]
+    if named:
+        raise pytest.UsageError(f"addresses in the names of {len(named)} tests, such as {named[0]}: give them ids.")
+
+
 _TURNS = pytest.StashKey[str]()  # folder in which the workers of a run take turns
 
 

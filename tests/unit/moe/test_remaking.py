@@ -109,7 +109,7 @@ def _bf16(forward: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
         return forward(hidden).float()
 
 
-@pytest.mark.parametrize("within", [None, _checkpoint_around, _on_cpu, _bf16], ids=str)
+@pytest.mark.parametrize("within", [None, _checkpoint_around, _on_cpu, _bf16])
 @pytest.mark.parametrize("kind", EXPERTS)
 def test_every_expert_has_the_same_bits(kind: str, within: Callable[..., Any] | None) -> None:
     torch.manual_seed(1)
