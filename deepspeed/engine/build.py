@@ -44,7 +44,7 @@ from deepspeed.engine.random_state import start_alike
 from deepspeed.engine.report import Cadence, StepReport
 from deepspeed.engine.request import EngineRequest
 from deepspeed.engine.same_inputs import SameInputs
-from deepspeed.engine.stage import refuse_for_pipelines
+from deepspeed.engine.stage import refuse_for_pipelines, refuse_own_norm
 from deepspeed.engine.tensor_parts import TensorParts, refuse_for_parts
 from deepspeed.engine.terms import Terms
 from deepspeed.engine.tiers import optimizer_tier
@@ -95,6 +95,7 @@ def _choose_parts(request: EngineRequest, terms: Terms) -> EngineParts:
     optimizer = basic.optimizer if basic is not None else None
     if mesh.axis("expert").size > 1:
         refuse_for_experts(config)
+    refuse_own_norm(optimizer, module)
     refuse_for_parts(config, optimizer, TensorParts.of(module, axes.tensor.rank, axes.tensor.size))
     _make_alike(request, optimizer, terms, axes)
     start_alike(axes.tensor)

@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
+from torch.optim import Optimizer
 
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import ConfigError, UnbuiltFeatureError
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.topology.mesh import AxisGroup
 
-__all__ = ["Stage", "refuse_for_pipelines"]
+__all__ = ["Stage", "refuse_for_pipelines", "refuse_own_norm"]
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,21 @@ def refuse_for_pipelines(config: DeepSpeedConfig, module: PipelineModule) -> Non
     if zero.zenflow is not None and zero.stage > 0:
         raise UnbuiltFeatureError("zero_optimization.zenflow with a PipelineModule is not built yet. Leave it out.")
     _refuse_other_chunks(config.pipeline.schedule, module.num_chunks)
+
+
+def refuse_own_norm(optimizer: Optimizer | None, module: nn.Module) -> None:
+    """Refuse an optimizer of a pipeline that clips by a norm of its own: it would be that of one stage.
+
+    Raises:
+        UnbuiltFeatureError: the text says what to do.
+    """
+    groups = [] if optimizer is None else optimizer.param_groups
+    clips = getattr(optimizer, "needs_parameter_sums", False) and any(g.get("max_grad_norm", 0.0) > 0 for g in groups)
+    if clips and isinstance(module, PipelineModule) and module.num_stages > 1:
+        raise UnbuiltFeatureError(
+            f"max_grad_norm of {type(optimizer).__name__} with a PipelineModule is not built yet: each stage would clip by "
+            'its own norm. Use "gradient_clipping" of the config, which clips the gradient of the whole model.'
+        )
 
 
 def _refuse_other_chunks(schedule: str, chunks: int) -> None:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.accelerator import get_accelerator
-from deepspeed.errors import ArgumentError, CommError, PipelineError
+from deepspeed.errors import ArgumentError, CommError, PipelineError, UnbuiltFeatureError
+from deepspeed.ops.lamb import FusedLamb
 from tests.support.engines import config, masters, zero
 from tests.support.pipelines import Block, Head, Whole, layers, make_pipeline, own, token_batches, token_loss, train_pipeline
 from tests.support.ranks import run_ranks
@@ -531,3 +532,17 @@ def _dropped(rank: int, _world_size: int) -> bool:
 
 def test_an_engine_that_is_dropped_is_freed_at_once() -> None:
     assert run_ranks(_dropped, 1) == [True]
+
+
+# -- an optimizer that clips by a norm of its own -------------------------------------------------------------------------
+
+
+def _own_norm(rank: int, world_size: int) -> str:
+    lamb = functools.partial(FusedLamb, lr=0.01, max_grad_norm=0.5)
+    with pytest.raises(UnbuiltFeatureError) as refused:
+        make_pipeline(layers(), 2, config(1, 2), optimizer=lamb)
+    return str(refused.value)
+
+
+def test_an_optimizer_that_would_clip_by_the_norm_of_one_stage_is_refused() -> None:
+    assert all('Use "gradient_clipping"' in text for text in run_ranks(_own_norm, 2))
