@@ -58,6 +58,20 @@ class LayerSpecConfig(ConfigModel):
     grad_allreduce: bool = False
     """All-reduce the gradient of a layer that is left whole."""
 
+    def check(self) -> Iterable[Refusal]:
+        """A shape is made of sizes."""
+        if self.shape is not None and not all(_is_size(each) or _is_fused(each) for each in self.shape):
+            cure = "Write for example [3, -1], or [[512, 128, 128], -1]."
+            yield Refusal("shape", "needed numbers above 0, -1 for what is left, or lists of them", cure)
+
+
+def _is_size(entry: object) -> bool:
+    return isinstance(entry, int) and not isinstance(entry, bool) and (entry > 0 or entry == -1)
+
+
+def _is_fused(entry: object) -> bool:
+    return isinstance(entry, (list, tuple)) and bool(entry) and all(map(_is_size, entry)) and list(entry).count(-1) <= 1
+
 
 class PartitionConfig(ConfigModel):
     """`tensor_parallel.partition_config`: own rules for cutting layers."""
@@ -74,8 +88,8 @@ class PartitionConfig(ConfigModel):
     layer_specs: list[LayerSpecConfig] = Field(default_factory=list)
     """Rules in order; the first match counts."""
 
-    embedding_partition_dim: Whole = 1
-    """Dimension in which embeddings are cut."""
+    embedding_partition_dim: Literal[0, 1] = 1
+    """Dimension in which embeddings are cut: 0, rows of tokens; 1, columns."""
 
     lm_head_patterns: TextList = Field(default_factory=lambda: ["lm_head", "embed_out"])
     """Names of the output layer."""

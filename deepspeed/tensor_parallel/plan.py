@@ -49,6 +49,16 @@ class Rule:
     shape: tuple[Any, ...] | None = None
     dim: int | None = None
 
+    @property
+    def is_own(self) -> bool:
+        """Whether the user's config says so, not a preset or the model."""
+        return self.source.startswith("tensor_parallel")
+
+    @property
+    def needs_neighbours(self) -> bool:
+        """Whether layers beside must be cut, too: activations are parts between them."""
+        return self.kind in ("column", "row") and not self.gather_output and not self.split_input
+
     def matches(self, module_name: str) -> bool:
         """Whether the rule is for the module of that name."""
         return self.pattern.search(f"{module_name}.weight") is not None
@@ -216,10 +226,10 @@ def sections_of(rule: Rule, name: str, width: int) -> tuple[int, ...] | None:
     entry = _entry(rule, name)
     if isinstance(entry, (list, tuple)):
         sizes = tuple(_filled(entry, width))
-        if sum(sizes) != width:
+        if sum(sizes) != width or min(sizes) < 1:
             raise ArgumentError(
                 f"{rule.source}.shape={list(rule.shape)} for {name!r}: parts {list(sizes)} add up to {sum(sizes)}, and the "
-                f"dimension has {width}. Give sizes that add up to it."
+                f"dimension has {width}. Give sizes above 0 that add up to it."
             )
         return sizes
     if entry in (-1, 1, width):

@@ -24,7 +24,7 @@ from deepspeed.errors import ArgumentError
 from deepspeed.tensor_parallel.attention import Attention, UnclearError, attention_of
 from deepspeed.tensor_parallel.heads import HeadShares, Parts, even_parts
 from deepspeed.tensor_parallel.layers import ColumnLinear, CutLayer, RowLinear, VocabularyEmbedding, WidthEmbedding
-from deepspeed.tensor_parallel.linears import in_features, is_linear, out_features
+from deepspeed.tensor_parallel.linears import in_features, input_dim, is_linear, out_features, output_dim, whole_shape
 from deepspeed.tensor_parallel.plan import (
     Rule,
     first_match,
@@ -162,25 +162,52 @@ class _Planner:
                 "(autotp_size). Leave it out."
             )
         for rule in self._rules:
-            if rule.kind in ("column", "row") and rule.source.startswith("tensor_parallel"):
+            if rule.kind in ("column", "row") and rule.is_own:
                 self._check_match(rule)
 
     def _check_match(self, rule: Rule) -> None:
-        matched = [name for name in self._modules if rule.matches(name)]
-        if not matched and not any(rule.pattern.search(name) for name, _ in self._model.named_parameters()):
-            raise ArgumentError(
-                f"{rule.source}: {rule.pattern.pattern!r} matches no parameter of {type(self._model).__name__}, which has "
-                f"{', '.join(name for name, _ in list(self._model.named_parameters())[:4])}, ... Correct the pattern, or "
-                "leave it out."
-            )
-        for name, param in self._model.named_parameters():
+        params = {name: param for name, param in self._model.named_parameters() if rule.pattern.search(name)}
+        for name, param in params.items():
             owner = name.rpartition(".")[0]
-            if rule.pattern.search(name) and param.dim() > 2:
+            if param.dim() > 2:
                 raise ArgumentError(
                     f"{rule.source}: {name!r} has shape {tuple(param.shape)}: stacked experts are not cut over "
                     "tensor-parallel ranks. Spread them over ranks with expert_parallel, and let the pattern leave "
                     f"{owner!r} out."
                 )
+        matched = [name for name in self._modules if rule.matches(name)]
+        for name in matched:
+            if first_match(self._rules, name) is rule:
+                self._check_layer(rule, name)
+        if any(is_linear(self._modules[name]) or isinstance(self._modules[name], nn.Embedding) for name in matched):
+            return
+        if params:
+            raise ArgumentError(
+                f"{rule.source}: {rule.pattern.pattern!r} matches {_some(params)}, but not the weight of a linear layer or "
+                "an embedding. Let the pattern match the weight; its bias goes with it."
+            )
+        raise ArgumentError(
+            f"{rule.source}: {rule.pattern.pattern!r} matches no parameter of {type(self._model).__name__}, which has "
+            f"{', '.join(name for name, _ in list(self._model.named_parameters())[:4])}, ... Correct the pattern, or "
+            "leave it out."
+        )
+
+    def _check_layer(self, rule: Rule, name: str) -> None:
+        """Refuse a user's rule that its layer cannot follow."""
+        layer = self._modules[name]
+        if not is_linear(layer):
+            if isinstance(layer, nn.Linear):
+                raise ArgumentError(
+                    f"{rule.source}: {name!r} is of class {type(layer).__name__}, whose forward is not torch.nn.Linear's: "
+                    "it cannot be cut. Cut plain layers inside of it, or use partition_type 'skip'."
+                )
+            return
+        dim = output_dim(layer) if rule.kind == "column" else input_dim(layer)
+        if rule.dim not in (None, dim):
+            raise ArgumentError(
+                f"{rule.source}.partition_dim={rule.dim} for {name!r}: partition_type {rule.kind!r} cuts dimension {dim} of "
+                f"its weight of shape {whole_shape(layer)}. Write partition_dim={dim}, or leave it out."
+            )
 
     def nothing_found(self) -> str:
         near = "".join(f"\n  {name}: it {reason}." for name, reason in list(self.planned.whole.items())[:5])
@@ -196,14 +223,35 @@ class _Planner:
 
     def place_blocks(self) -> None:
         """Attention and MLPs."""
+        self._leave_wrapped()
         for name in self._modules:
             if isinstance(self._modules[name], nn.MultiheadAttention) and self._searches:
                 self.planned.whole[name] = "is torch.nn.MultiheadAttention, which reads its weights itself"
                 continue
             self._place_attention(name)
             for mlp in mlps_of(self._model, name):
+                if not self._modules.keys() >= set(mlp.members):
+                    continue  # another block has the same layers, under names that come first
                 if self._takes(mlp.members, f"the MLP {mlp.name!r}"):
                     self._place_mlp(mlp)
+
+    def _leave_wrapped(self) -> None:
+        """Blocks stay whole of which the model's plan would cut a layer that something was put around (an adapter)."""
+        for name, module in self._modules.items():
+            rule = first_match(self._rules, name)
+            if rule is None or rule.is_own or not rule.needs_neighbours or not _is_wrapper(module):
+                continue
+            if any(self._is_cut_by_user(other) for other in self._modules if other.startswith(f"{name}.")):
+                continue
+            block, _, child = name.rpartition(".")
+            linears = [each for each, layer in self._modules[block].named_children() if is_linear(layer)]
+            kind = type(module).__name__
+            reason = f"has {child!r} of class {kind}, no plain linear layer (layer_specs may cut what is in it)"
+            self._leave(block, linears, reason)
+
+    def _is_cut_by_user(self, name: str) -> bool:
+        rule = first_match(self._rules, name)
+        return rule is not None and rule.is_own and rule.kind in ("column", "row")
 
     def _place_attention(self, name: str) -> None:
         children = [child for child, module in self._modules[name].named_children() if is_linear(module)]
@@ -230,7 +278,7 @@ class _Planner:
         for child in children:
             full = f"{name}.{child}" if name else child
             rule = first_match(self._rules, full)
-            if rule is not None and rule.source.startswith("tensor_parallel") and rule.kind != "whole":
+            if rule is not None and rule.is_own and rule.kind != "whole":
                 raise ArgumentError(
                     f"{rule.source}: {full!r} cannot be cut: {name!r} {reason}. Use partition_type 'skip' for its layers, "
                     "or give the fused parts of its projection by 'shape'."
@@ -305,9 +353,8 @@ class _Planner:
     def _sum_if_asked(self, name: str, module: nn.Module) -> None:
         rule = first_match(self._rules, name) if any(True for _ in module.parameters(recurse=False)) else None
         if rule is not None and rule.sum_gradient and name not in self.planned.summed:
-            is_default = not rule.source.startswith("tensor_parallel")
             parent = name.rpartition(".")[0]
-            if is_default and parent not in {block.name for block in self.planned.blocks}:
+            if not rule.is_own and parent not in {block.name for block in self.planned.blocks}:
                 return  # its block stays whole
             self.planned.summed.append(name)
 
@@ -384,12 +431,27 @@ class _Planner:
         self.planned.placements[name] = Placement(kind, parts, entry, tuple(attributes.items()))
 
 
+def _is_wrapper(module: nn.Module) -> bool:
+    """Whether it stands where a linear layer was: one that computes something more, or that has such layers in it."""
+    return not is_linear(module) and (isinstance(module, nn.Linear) or any(is_linear(each) for each in module.modules()))
+
+
+def _some(names: Iterable[str]) -> str:
+    first, *others = map(repr, names)
+    return f"{first} and {len(others)} more" if others else first
+
+
 def _names_of_rows(policy: Any) -> list[str]:
     """Names in `injection_policy_tuple`: strings, in tuples, or in a dictionary of a block's class to them."""
     if policy is None:
         return []
     if isinstance(policy, str):
         return [policy.removeprefix(".").replace(".", r"\.")]
+    if not isinstance(policy, Iterable):
+        raise ArgumentError(
+            f"tensor_parallel.injection_policy_tuple has {policy!r}; needed names of layers whose outputs are summed over "
+            'ranks. Write for example ("attention.output.dense", "output.dense").'
+        )
     return [name for each in (policy.values() if isinstance(policy, dict) else policy) for name in _names_of_rows(each)]
 
 

@@ -73,10 +73,12 @@ def mlps_of(model: nn.Module, name: str) -> Iterator[Mlp]:
 def _named(name: str, block: nn.Module) -> Mlp | None:
     prefix = f"{name}." if name else ""
     for columns, row in _NAMES:
-        found = [_linear_at(block, each) for each in (*columns, row)]
-        linears = [each for each in found if each is not None]
-        if len(linears) < len(found):
+        found = [_at(block, each) for each in (*columns, row)]
+        if any(each is None for each in found):
             continue
+        linears = [each for each in found if each is not None and is_linear(each)]
+        if len(linears) < len(found):
+            return None  # one of them is something else (an adapter): the others go with it
         *firsts, last = linears
         sections = {out_features(first) / in_features(last) for first in firsts}
         if {in_features(first) for first in firsts} == {out_features(last)} and sections in ({1}, {2}):
@@ -98,9 +100,8 @@ def _chain(name: str, block: nn.Sequential) -> Iterator[Mlp]:
             first = None
 
 
-def _linear_at(block: nn.Module, name: str) -> nn.Module | None:
+def _at(block: nn.Module, name: str) -> nn.Module | None:
     try:
-        child = block.get_submodule(name)
+        return block.get_submodule(name)
     except AttributeError:
         return None
-    return child if is_linear(child) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -133,6 +134,34 @@ def _structure(rank: int, world_size: int) -> None:
     assert sorted(whole_cuts(cut)) == ["1.0.bias", "1.0.weight", "1.2.weight"]  # 3 inner values: some ranks have none
 
 
+class Twice(nn.Module):
+    """Two blocks of one pair of layers, which the second one has under other names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(_TOKENS, _WIDTH), nn.Linear(_WIDTH, _TOKENS)
+        self.blocks = nn.ModuleList([nn.Module(), nn.Module()])
+        for block in self.blocks:
+            block.fc1, block.fc2 = nn.Linear(_WIDTH, 8), nn.Linear(8, _WIDTH)
+        self.blocks[1].fc1, self.blocks[1].fc2 = self.blocks[0].fc1, self.blocks[0].fc2
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        for block in self.blocks:
+            x = x + block.fc2(F.relu(block.fc1(x)))
+        logits: Tensor = self.out(x)
+        return logits
+
+
+def _shared(rank: int, world_size: int) -> None:
+    cut = train_alike(Twice().double(), TensorParallelConfig(autotp_size=world_size), tensor_axis(world_size))
+    assert cut.blocks[1].fc1 is cut.blocks[0].fc1
+
+
+def test_layers_that_two_blocks_share_are_cut_once() -> None:
+    run_ranks(_shared, 2, init=False)
+
+
 def test_pairs_of_layers_are_found_and_ranks_may_have_nothing_of_them() -> None:
     run_ranks(_structure, 4, init=False)
 
@@ -162,6 +191,14 @@ def _state(rank: int, world_size: int) -> None:
     assert torch.equal(cut.first.weight, 3 * part)
     with GatherReplacedLayerParams(cut.first.weight, cut.first, enabled=False):
         assert cut.first.weight.shape == part.shape
+    with pytest.raises(UsageError, match=r"knows its ranks.*cannot be pickled"):
+        pickle.dumps(cut)
+    cut.first.weight.data = torch.empty(0, dtype=torch.float64)  # as at ZeRO stage 3
+    with (
+        pytest.raises(UsageError, match=r"has shape \(0,\) here.*GatheredParameters"),
+        GatherReplacedLayerParams(cut.first.weight, cut.first),
+    ):
+        pass
     with pytest.raises(UsageError, match=r"'first' was cut by an earlier.*Build the model anew"):
         apply_auto_tp(cut, settings(world_size, RULES), axis)
 
@@ -171,6 +208,18 @@ def test_parts_are_taken_of_the_first_ranks_weights_and_of_whole_state_dicts() -
 
 
 _REFUSED: list[tuple[dict[str, Any], str]] = [
+    (
+        {"specs": [{"patterns": [r"first\.bias$"], "partition_type": "column"}]},
+        r"matches 'first.bias', but not the weight of a linear layer.*its bias goes with it",
+    ),
+    (
+        {"specs": [spec("first", "column", partition_dim=1, shape=[2, -1])]},
+        r"partition_dim=1 for 'first': partition_type 'column' cuts dimension 0 .*Write partition_dim=0",
+    ),
+    (
+        {"specs": RULES, "injection_policy_tuple": (5,)},
+        r"injection_policy_tuple has 5; needed names of layers",
+    ),
     ({"specs": RULES, "vocab_parallel_ce_backend": "liger"}, r"vocab_parallel_ce_backend='liger'.*Use \"torch\""),
     ({"specs": []}, r"no layer of Net is cut.*Say which layers.*layer_specs"),
     ({"specs": [spec("nowhere", "column")]}, r"layer_specs\[0\]: .*nowhere.* matches no parameter of Net.*table.weight"),

@@ -188,6 +188,91 @@ def test_frozen_weights_and_recomputation_change_no_gradient() -> None:
     run_ranks(_frozen, 2, init=False, timeout_seconds=120)
 
 
+class Adapted(nn.Module):
+    """A frozen layer with a correction of low rank beside it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base.requires_grad_(False)
+        self.first = nn.Linear(base.in_features, 2, bias=False)
+        self.second = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base_layer(x) + self.second(self.first(x))
+        return out
+
+
+class AdaptedLinear(nn.Linear):
+    """The same as one layer of another kind."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__(base.in_features, base.out_features, bias=False)
+        self.first = nn.Linear(base.in_features, 2, bias=False)
+        self.second = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x) + self.second(self.first(x))
+        return out
+
+
+_ADAPTED: tuple[tuple[str, tuple[str, ...], int], ...] = (
+    ("self_attn", ("q_proj", "v_proj"), 6),  # what is left of two blocks: two MLPs
+    ("self_attn", ("o_proj",), 6),
+    ("mlp", ("gate_proj",), 8),
+    ("mlp", ("up_proj", "down_proj"), 8),
+)
+
+
+def _adapted(rank: int, world_size: int) -> None:
+    axis = tensor_axis(world_size)
+    inside = [
+        {"patterns": [r"(gate|up)_proj\.(base_layer|second)\.weight$"], "partition_type": "column"},
+        {"patterns": [r"down_proj\.(base_layer|first)\.weight$"], "partition_type": "row"},
+    ]
+    all_of_mlp = ("mlp", ("gate_proj", "up_proj", "down_proj"), 8 + 12)
+    with double_throughout("llama"):
+        for kind in (Adapted, AdaptedLinear):
+            for block, names, expected in _ADAPTED:
+                _compare_adapted(kind, block, names, {}, expected, axis)
+        _compare_adapted(Adapted, *all_of_mlp[:2], {"partition_config": {"layer_specs": inside}}, all_of_mlp[2], axis)
+        whole = _with(AdaptedLinear, "mlp", ("up_proj",))
+        rules = {"layer_specs": [{"patterns": [r"up_proj\.weight$"], "partition_type": "column"}]}
+        with pytest.raises(ArgumentError, match=r"up_proj' is of class AdaptedLinear, whose forward.*'skip'"):
+            apply_auto_tp(whole, _settings(world_size, {"partition_config": rules}), axis)
+
+
+def _compare_adapted(
+    kind: Any, block: str, names: tuple[str, ...], keys: dict[str, Any], expected: int, axis: AxisGroup
+) -> None:
+    whole = _with(kind, block, names)
+    cut = copy.deepcopy(whole)
+    apply_auto_tp(cut, _settings(axis.size, keys), axis)
+    weights = [name for name in whole_cuts(cut) if "layers" in name and name.endswith("weight")]
+    assert len(weights) == expected, (kind, block, names)
+    for model in (whole, cut):
+        logits_of(model, tokens()).square().mean().backward()
+    compare(whole, cut, axis.rank, "gradient")
+
+
+def _with(kind: Any, block: str, names: tuple[str, ...]) -> nn.Module:
+    model = build("llama")
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        for layer in model.model.layers:
+            for name in names:
+                holder = layer.get_submodule(block)
+                setattr(holder, name, kind(holder.get_submodule(name)).double())
+    return model
+
+
+def _settings(size: int, keys: dict[str, Any]) -> TensorParallelConfig:
+    return TensorParallelConfig.model_validate({"autotp_size": size, **keys})
+
+
+def test_a_block_with_adapters_stays_whole_unless_rules_cut_what_is_in_them() -> None:
+    run_ranks(_adapted, 2, init=False, timeout_seconds=120)
+
+
 def _counted(rank: int, world_size: int) -> list[int]:
     axis: AxisGroup = tensor_axis(world_size)
     counts = []

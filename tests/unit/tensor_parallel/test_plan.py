@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import ValidationError
 
 from deepspeed.config.parallel import PartitionConfig
 from deepspeed.errors import ArgumentError
@@ -88,6 +89,7 @@ def test_a_shape_says_which_parts_are_fused(shape: list[object], dim: int, secti
     [
         ([5, -1], 0, r"5 does not divide the 12"),
         ([[6, 5], -1], 0, r"parts \[6, 5\] add up to 11.*has 12"),
+        ([[16, -1], -1], 0, r"parts \[16, -4\] add up to 12.*sizes above 0"),
         ([3, -1], 2, r"partition_dim=2.*has 2 entries"),
     ],
 )
@@ -100,6 +102,17 @@ def test_shapes_that_do_not_fit_are_refused(shape: list[object], dim: int, messa
     )
     with pytest.raises(ArgumentError, match=message):
         sections_of(rule, "qkv", 12)
+
+
+@pytest.mark.parametrize("shape", [["three", -1], [0, -1], [[4, -1, -1], -1], [[], -1], [True, -1]])
+def test_a_shape_of_anything_but_sizes_is_a_fault_of_the_config(shape: list[object]) -> None:
+    with pytest.raises(ValidationError, match=r"needed numbers above 0, -1.*\[3, -1\]"):
+        _rules({"patterns": ["qkv"], "partition_type": "column", "shape": shape})
+
+
+def test_an_embedding_has_two_dimensions() -> None:
+    with pytest.raises(ValidationError, match=r"embedding_partition_dim"):
+        PartitionConfig.model_validate({"embedding_partition_dim": 2})
 
 
 def test_a_models_plan_becomes_rules_and_styles_of_experts_are_left_out() -> None:
