@@ -365,4 +365,17 @@ def _tell_width(layer: CutLayer, cut: Cut) -> None:
 @cache
 def _cut_class(kind: type[Any], own: type[Any]) -> type[Any]:
     """A subclass that goes by the same name, so that what looks for modules by class name finds them."""
-    return type(own.__name__, (kind, own), {"__module__": own.__module__, "__qualname__": own.__qualname__})
+    names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
+
+    def reduced(layer: Any, protocol: Any) -> tuple[Any, ...]:
+        """By what the class was made of: under its name pickle finds another one."""
+        reduces: Any = own.__reduce_ex__
+        _, (_, *given), *state = reduces(layer, max(protocol, 2))
+        return _unfilled, (kind, own, *given), *state
+
+    return type(own.__name__, (kind, own), {**names, "__reduce_ex__": reduced})
+
+
+def _unfilled(kind: type[Any], own: type[Any], *given: Any) -> Any:
+    made = _cut_class(cast("Any", kind), cast("Any", own))
+    return made.__new__(made, *given)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed import comm
+from deepspeed.errors import UsageError
 from deepspeed.sharding.cut import Cut
 from deepspeed.tensor_parallel.layers import CutLayer, part_of
 from deepspeed.topology.mesh import AxisGroup
@@ -40,7 +41,8 @@ def whole_of(part: Tensor, cut: Cut, axis: AxisGroup) -> Tensor:
 class GatherReplacedLayerParams:
     """Within it, parameters of a layer that is cut are whole on every rank; afterwards each rank keeps its part again.
 
-    Changes made to a whole parameter inside remain, if all ranks make them. Collective over the tensor axis.
+    Changes made to a whole parameter inside remain, if all ranks make them. Collective over the tensor axis. Where ZeRO
+    stage 3 shards the parameters, enter `deepspeed.zero.GatheredParameters` first.
     """
 
     def __init__(self, params: Iterable[nn.Parameter] | nn.Parameter, module: nn.Module, enabled: bool = True) -> None:
@@ -54,8 +56,20 @@ class GatherReplacedLayerParams:
                 self._cut.append((param, cut, param.data))
 
     def __enter__(self) -> None:
-        """Gather."""
+        """Gather.
+
+        Raises:
+            UsageError: ZeRO stage 3 has this rank's part sharded.
+        """
         if self._layer is not None:
+            for _, cut, part in self._cut:
+                given, needed = tuple(part.shape), cut.part_shape(self._layer.axis.rank)
+                if given != needed:
+                    raise UsageError(
+                        f"GatherReplacedLayerParams: a parameter of {type(self._layer).__name__} has shape {given} here, "
+                        f"and this rank's part has {needed}: ZeRO stage 3 shards it. Enter "
+                        "deepspeed.zero.GatheredParameters([...]) with the same parameters around it."
+                    )
             for param, cut, part in self._cut:
                 param.data = whole_of(part, cut, self._layer.axis)
 
