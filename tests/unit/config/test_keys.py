@@ -269,6 +269,7 @@ BLOCKS: dict[str, dict[str, tuple[Any, list[Any]]]] = {
         "autotp_size": (0, [2]),
         "dtype": ("fp16", ["bf16", "float32"]),
         "tp_overlap_comm": (False, [True]),
+        "sequence_parallel": (False, [True]),
         "partition_config": (None, [{}]),
         "preset_model": (None, ["llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3"]),
         "injection_policy_tuple": (None, [["a", "b"]]),
