@@ -155,6 +155,19 @@ def test_tensors_that_were_changed_since_are_told() -> None:
         output.sum().backward()
 
 
+def test_what_no_graph_keeps_may_be_changed() -> None:
+    """A value that is made outside of the graph, as straight-through estimators do."""
+
+    def inner(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            factor = F.gelu(x)
+        return x.add_(1) * factor
+
+    expert = Through(inner)
+    for one, other in zip(_run(expert, True), _run(expert, False), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_hooks_and_gradients_of_what_is_made_again_work() -> None:
     seen: list[Tensor] = []
 
