@@ -228,14 +228,18 @@ def _note_parts(notes: _Notes, func: Callable[..., Any], args: Sequence[Any], gi
 
 def _are_alike(result: Any, *inputs: Any) -> bool:
     """Whether all are plain tensors of one shape and kind, in a graph: [Note: only what is kept anyhow]."""
-    return type(result) is Tensor and result.requires_grad and all(
-        type(each) is Tensor
-        and each.requires_grad
-        and each.dtype == result.dtype  # else autocast had a hand in it
-        and each.shape == result.shape
-        and each.dim() > 0
-        and each.layout == torch.strided
-        for each in inputs
+    return (
+        type(result) is Tensor
+        and result.requires_grad
+        and all(
+            type(each) is Tensor
+            and each.requires_grad
+            and each.dtype == result.dtype  # else autocast had a hand in it
+            and each.shape == result.shape
+            and each.dim() > 0
+            and each.layout == torch.strided
+            for each in inputs
+        )
     )
 
 

@@ -30,10 +30,11 @@ from deepspeed.activations.buffers import ReusedBuffers
 from deepspeed.activations.host import HostPlace
 from deepspeed.activations.lane import Lane
 from deepspeed.activations.places import Rest
-from deepspeed.errors import ArgumentError
+from deepspeed.errors import ArgumentError, UsageError
 from deepspeed.offload import placement
 from deepspeed.ops.aio.engine import aligned_empty
 from deepspeed.sequence.attention_blocks import block_kernel, merge, wide_dtype
+from deepspeed.sequence.tiles import without_autocast
 from deepspeed.sharding import even_range
 
 __all__ = [
@@ -156,6 +157,14 @@ class CausalChunks:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """The next chunk: its attention over itself and all before it, and the log-sum-exp."""
+        with without_autocast(q.device):  # it would round the scores of plain operators
+            block_out, lse = self._attended(q, k, v)
+        self._keys_values.append((self._place.put(k), self._place.put(v)))
+        if self._is_kept:
+            self._rows.append((self._place.put(q), self._place.put(block_out), self._place.put(lse)))
+        return block_out, lse
+
+    def _attended(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         kernel = block_kernel(q)
         block_out, lse = kernel.forward(q, k, v, is_causal=True, scale=self._scale)
         if self._keys_values:
@@ -164,9 +173,6 @@ class CausalChunks:
                 block_out, block_lse = kernel.forward(q, keys.value(), values.value(), is_causal=False, scale=self._scale)
                 lse = merge(out, lse, block_out, block_lse)
             block_out = out.to(q.dtype)
-        self._keys_values.append((self._place.put(k), self._place.put(v)))
-        if self._is_kept:
-            self._rows.append((self._place.put(q), self._place.put(block_out), self._place.put(lse)))
         return block_out, lse
 
     def adopt(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
@@ -181,11 +187,23 @@ class CausalChunks:
             number: the chunk.
             grad: as its queries.
             is_last_use: no other backward will come: the chunk is given back.
+
+        Raises:
+            UsageError: it was given back.
         """
+        if number >= len(self._rows):
+            raise UsageError(
+                "backward a second time through attention whose chunks rest in host memory; they were given back in the "
+                "first. Call the first with retain_graph=True."
+            )
+        grad = grad.to(self._rows[number][0].value().dtype)
+        with without_autocast(grad.device):
+            return self._gradients(number, grad, is_last_use)
+
+    def _gradients(self, number: int, grad: Tensor, is_last_use: bool) -> tuple[Tensor, Tensor, Tensor]:
         q, out, lse = (held.value() for held in self._rows[number])
         kernel = block_kernel(q)
         wide = wide_dtype(q.dtype)
-        grad = grad.to(q.dtype)
         k, v = (held.value() for held in self._keys_values[number])
         grad_q, grad_k, grad_v = kernel.backward(grad, q, k, v, out, lse, is_causal=True, scale=self._scale)
         of_queries = grad_q.to(wide, copy=True)
@@ -246,11 +264,17 @@ def chunked_attention(
         is_offloaded: what backward needs rests in host memory.
 
     Returns:
-        As `q`.
+        As `q`; in the dtype of autocast where that is on.
 
     Raises:
-        ArgumentError: shapes that do not go together.
+        ArgumentError: shapes or dtypes that do not go together.
     """
+    q, k, v = _cast_as_torch_does(q, k, v)
+    if not q.dtype == k.dtype == v.dtype:
+        raise ArgumentError(
+            f"chunked_attention: q is {q.dtype}, k {k.dtype}, v {v.dtype}; needed one dtype. Convert them "
+            "(k.to(q.dtype)), or use torch.autocast."
+        )
     if q.dim() != 4 or k.shape != v.shape or q.shape[::2] != k.shape[::2] or q.size(3) != k.size(3) or q.size(1) % k.size(1):
         raise ArgumentError(
             f"chunked_attention: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; needed (batch, heads, tokens, "
@@ -263,6 +287,15 @@ def chunked_attention(
         return torch.cat([chunks.attend(*_cut((q, k, v), bounds))[0] for bounds in ranges], 2)
     output: Tensor = _ChunkedAttention.apply(q, k, v, ranges, scale, is_offloaded)  # type: ignore[no-untyped-call]
     return output
+
+
+def _cast_as_torch_does(*tensors: Tensor) -> Sequence[Tensor]:
+    """What autocast does with the arguments of torch's attention."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return [each if each.dtype is torch.float64 else each.to(dtype) for each in tensors]
 
 
 def _cut(tensors: Sequence[Tensor], bounds: Range) -> list[Tensor]:

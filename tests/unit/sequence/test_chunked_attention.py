@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.harness.live_bytes import LiveBytes
 from deepspeed import checkpointing
-from deepspeed.errors import ArgumentError
+from deepspeed.errors import ArgumentError, UsageError
 from deepspeed.sequence import attention_blocks
 from deepspeed.sequence.attention_blocks import HostFlashBlocks, MathBlocks, merge
 from deepspeed.sequence.chunked_attention import HostChunks, chunk_ranges, chunked_attention
@@ -119,6 +121,46 @@ def test_without_gradients_it_is_plain_attention() -> None:
         out = chunked_attention(*inputs, 6)
     assert not out.requires_grad
     torch.testing.assert_close(out, _plain(*inputs).detach(), rtol=0, atol=ROUNDING)
+
+
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_under_autocast_it_is_torchs_attention(is_plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if is_plain:
+        monkeypatch.setattr("deepspeed.sequence.chunked_attention.block_kernel", lambda _: MathBlocks())
+    q, k, v = (torch.randn(2, 2, 10, 8) for _ in range(3))
+    mixed = [q.requires_grad_(), k.requires_grad_(), v.bfloat16().requires_grad_()]  # as after a rotary embedding
+    found: list[list[Any]] = []
+    for attend in (partial(chunked_attention, chunk=3), partial(F.scaled_dot_product_attention, is_causal=True)):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = attend(*mixed)
+            assert out.dtype is torch.bfloat16
+            out.float().square().sum().backward()  # in the block, as some do
+        found.append([out.detach(), *(each.grad for each in mixed)])
+        for each in mixed:
+            each.grad = None
+    for ours, torchs in zip(*found, strict=True):
+        # Bf16 rounds at 2**-9; either side does so to scores, outputs and gradients.
+        torch.testing.assert_close(ours, torchs, rtol=0, atol=2**-7 * float(torchs.abs().max()))
+    with pytest.raises(ArgumentError, match=r"q is torch.float32, k torch.float32, v torch.bfloat16; needed one dtype"):
+        chunked_attention(*mixed)
+
+
+def test_a_second_backward_without_the_chunks_says_what_to_do() -> None:
+    q, k, v = (torch.randn(1, 2, 10, 8, requires_grad=True) for _ in range(3))
+    total = chunked_attention(q, k, v, 3, is_offloaded=True).sum()
+    total.backward()
+    with pytest.raises(UsageError, match="retain_graph=True"):
+        total.backward()
+
+
+@pytest.mark.parametrize("is_offloaded", [False, True])
+@pytest.mark.parametrize(("batch", "tokens"), [(0, 5), (2, 0)])
+def test_nothing_attends_to_nothing(batch: int, tokens: int, is_offloaded: bool) -> None:
+    q, k, v = (torch.zeros(batch, 2, tokens, 8, requires_grad=True) for _ in range(3))
+    out = chunked_attention(q, k, v, 2, is_offloaded=is_offloaded)
+    assert out.shape == q.shape
+    out.sum().backward()
+    assert all(each.grad is not None and each.grad.shape == each.shape for each in (q, k, v))
 
 
 def test_offloaded_chunks_are_given_back_during_backward_without_the_collector() -> None:
