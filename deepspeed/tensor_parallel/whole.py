@@ -79,5 +79,8 @@ class GatherReplacedLayerParams:
         """Take the parts again."""
         if self._layer is not None:
             for param, cut, part in self._cut:
-                part.copy_(part_of(param.data, cut, self._layer.axis.rank))
+                own = part_of(param.data, cut, self._layer.axis.rank)
                 param.data = part
+                if not torch.equal(own, part):
+                    with torch.no_grad():
+                        param.copy_(own)  # not through `data`: an engine notices it, and its master follows

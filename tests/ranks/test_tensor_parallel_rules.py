@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import deepspeed
 from deepspeed.config.parallel import TensorParallelConfig
 from deepspeed.errors import ArgumentError, UsageError
 from deepspeed.module_inject.layers import EmbeddingLayer, GatherReplacedLayerParams, LinearAllreduce, LinearLayer
@@ -205,6 +206,33 @@ def _state(rank: int, world_size: int) -> None:
 
 def test_parts_are_taken_of_the_first_ranks_weights_and_of_whole_state_dicts() -> None:
     run_ranks(_state, 2, init=False)
+
+
+def _set(rank: int, world_size: int) -> Tensor:
+    model = net().float()
+    settings = {
+        "train_micro_batch_size_per_gpu": 4,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
+        "zero_optimization": {"stage": 1},
+        "tensor_parallel": {
+            "autotp_size": world_size,
+            "partition_config": {"use_default_specs": False, "layer_specs": RULES},
+        },
+    }
+    engine, *_ = deepspeed.initialize(model=model, config=settings)
+    layer = model.last
+    with GatherReplacedLayerParams([layer.weight], layer):
+        layer.weight.data.copy_(torch.arange(_HIDDEN * _WIDTH).view(_WIDTH, _HIDDEN))
+    ids = torch.zeros(4, 3, dtype=torch.long)
+    engine.backward(F.cross_entropy(engine(ids).float().flatten(0, 1), ids.flatten()))
+    engine.step()
+    return whole_of(layer.weight, whole_cuts(model)["last.weight"], layer.axis).float()
+
+
+def test_what_is_written_into_a_whole_weight_survives_a_step_of_16_bit_weights() -> None:
+    for weight in run_ranks(_set, 2):
+        assert torch.equal(weight, torch.arange(_HIDDEN * _WIDTH).view(_WIDTH, _HIDDEN).float())
 
 
 _REFUSED: list[tuple[dict[str, Any], str]] = [
