@@ -18,7 +18,12 @@ _SAME_PRODUCT = ("FalconLinear",)
 
 
 def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether `module` is a linear layer; `Conv1D` too, which has no common class with the others."""
+    """Whether `module` is a linear layer; `Conv1D` too, which has no common class with the others.
+
+    One whose weight is computed (`torch.nn.utils.parametrizations`, `weight_norm`) is none: there is nothing to cut.
+    """
+    if module._parameters.get("weight") is None:
+        return False
     if isinstance(module, nn.Linear):
         kind = type(module)
         return kind.forward is nn.Linear.forward or kind.__name__ in _SAME_PRODUCT

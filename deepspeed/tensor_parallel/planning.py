@@ -198,8 +198,8 @@ class _Planner:
         if not is_linear(layer):
             if isinstance(layer, nn.Linear):
                 raise ArgumentError(
-                    f"{rule.source}: {name!r} is of class {type(layer).__name__}, whose forward is not torch.nn.Linear's: "
-                    "it cannot be cut. Cut plain layers inside of it, or use partition_type 'skip'."
+                    f"{rule.source}: {name!r} is of class {type(layer).__name__}, whose forward or weight is not that of "
+                    "torch.nn.Linear, and is not cut. Cut plain layers inside of it, or use partition_type 'skip'."
                 )
             return
         dim = output_dim(layer) if rule.kind == "column" else input_dim(layer)

@@ -229,7 +229,8 @@ class ShardedParameters:
         if source_rank not in self.axis.ranks:
             raise ArgumentError(
                 f"modifier_rank={source_rank}, but the parameters are shared by the ranks {list(self.axis.ranks)}. "
-                "Name one of these: the global rank of the process that edits."
+                "Name one of these: the global rank of the process that edits. With tensor-parallel or pipeline ranks each "
+                "has others: comm.get_global_rank(groups._get_data_parallel_group(), 0)."
             )
         with _plain_tensors(), self._agreeing():
             for param, shard in self._held(params):

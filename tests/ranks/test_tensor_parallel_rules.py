@@ -163,6 +163,23 @@ def test_layers_that_two_blocks_share_are_cut_once() -> None:
     run_ranks(_shared, 2, init=False)
 
 
+def _computed(rank: int, world_size: int) -> None:
+    axis = tensor_axis(world_size)
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        pairs = [nn.Sequential(nn.Linear(_WIDTH, 8), nn.ReLU(), nn.Linear(8, _WIDTH)) for _ in range(2)]
+        whole = nn.Sequential(nn.Embedding(_TOKENS, _WIDTH), *pairs, nn.Linear(_WIDTH, _TOKENS)).double()
+    torch.nn.utils.parametrizations.weight_norm(pairs[0][0])
+    cut = train_alike(whole, TensorParallelConfig(autotp_size=world_size), axis)
+    assert sorted(whole_cuts(cut)) == ["2.0.bias", "2.0.weight", "2.2.weight"]
+    with pytest.raises(ArgumentError, match=r"'1.0' is of class ParametrizedLinear, whose forward or weight.*'skip'"):
+        apply_auto_tp(whole, settings(world_size, [spec(r"^1\.0", "column"), spec(r"^1\.2", "row")]), axis)
+
+
+def test_a_layer_whose_weight_is_computed_stays_whole() -> None:
+    run_ranks(_computed, 2, init=False)
+
+
 def test_pairs_of_layers_are_found_and_ranks_may_have_nothing_of_them() -> None:
     run_ranks(_structure, 4, init=False)
 

@@ -237,7 +237,7 @@ def _adapted(rank: int, world_size: int) -> None:
         _compare_adapted(Adapted, *all_of_mlp[:2], {"partition_config": {"layer_specs": inside}}, all_of_mlp[2], axis)
         whole = _with(AdaptedLinear, "mlp", ("up_proj",))
         rules = {"layer_specs": [{"patterns": [r"up_proj\.weight$"], "partition_type": "column"}]}
-        with pytest.raises(ArgumentError, match=r"up_proj' is of class AdaptedLinear, whose forward.*'skip'"):
+        with pytest.raises(ArgumentError, match=r"up_proj' is of class AdaptedLinear, whose forward or weight.*'skip'"):
             apply_auto_tp(whole, _settings(world_size, {"partition_config": rules}), axis)
 
 
