@@ -17,10 +17,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from deepspeed.comm import collectives
-from deepspeed.errors import ArgumentError
+from deepspeed.errors import ArgumentError, UsageError
 
 __all__ = ["vocab_parallel_cross_entropy"]
 
@@ -96,8 +95,12 @@ class _VocabularyLoss(torch.autograd.Function):
         return (sums_2N[0].log() - sums_2N[1]).masked_fill_(is_ignored_N, 0)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient_N: Tensor) -> tuple[Tensor, None, None, None, None]:
+        if torch.is_grad_enabled():  # `once_differentiable` lets a loss pass, whose own gradient depends on nothing
+            raise UsageError(
+                "vocab_parallel_cross_entropy has no second derivative, which create_graph=True asks for. Leave "
+                "tensor_parallel.vocab_parallel_lm_head out: the loss is then computed from whole logits."
+            )
         softmax_NV, rows_K, columns_K, is_ignored_N = ctx.saved_tensors
         gradient_N = gradient_N.masked_fill(is_ignored_N, 0)
         gradient_NV = softmax_NV * gradient_N.unsqueeze(1)

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from deepspeed import comm
 from deepspeed.comm import differentiable
@@ -97,7 +98,10 @@ class PlainEntry(Entry):
 
 
 class OverlappedEntry(Entry):
-    """The same, with the all-reduce going on while weight gradients are computed; under autocast it is as plain."""
+    """The same, with the all-reduce going on while weight gradients are computed; under autocast it is as plain.
+
+    There are no second derivatives: asking for them is an error.
+    """
 
     def product(self, column: Column, x: Tensor) -> Tensor:
         """See `Entry`."""
@@ -124,6 +128,7 @@ class _Product(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         (weight,) = ctx.saved_tensors
         column, aside = ctx.given
@@ -141,6 +146,7 @@ class _CopyWithWeights(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         axis, columns, aside = ctx.given

@@ -210,12 +210,14 @@ class _SumInto(torch.autograd.Function):
             x = x.clone(memory_format=torch.contiguous_format)
         else:
             ctx.mark_dirty(x)
+        ctx.group = axis.group
         comm.all_reduce(x, group=axis.group)
         return x
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+        # Every rank uses it for its own term: of the gradient's own gradient theirs are summed.
+        return differentiable.copy(gradient, ctx.group) if torch.is_grad_enabled() else gradient, None
 
 
 class _SumSpans(torch.autograd.Function):
@@ -229,8 +231,7 @@ class _SumSpans(torch.autograd.Function):
         spans, dim, sharers = ctx.given
         if len(spans) == 1 and spans[0].length == gradient.shape[dim]:
             return differentiable.reduce(gradient, sharers.group), None, None, None
-        shared = torch.cat([gradient.narrow(dim, *span) for span in spans], dim)
-        comm.all_reduce(shared, group=sharers.group)
+        shared = differentiable.reduce(torch.cat([gradient.narrow(dim, *span) for span in spans], dim), sharers.group)
         gradient = gradient.clone()
         for span, part in zip(spans, torch.split(shared, [span.length for span in spans], dim), strict=True):
             gradient.narrow(dim, *span).copy_(part)

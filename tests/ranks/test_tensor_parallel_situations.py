@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from deepspeed import comm
 from deepspeed.comm.vocabulary_loss import vocab_parallel_cross_entropy
 from deepspeed.config.parallel import TensorParallelConfig
-from deepspeed.errors import ArgumentError
+from deepspeed.errors import ArgumentError, UsageError
 from deepspeed.sequence.cross_entropy import VocabParallelCrossEntropyLoss, configure_vocab_parallel_loss
 from deepspeed.tensor_parallel.auto import apply_auto_tp
 from deepspeed.tensor_parallel.layers import VocabularyEmbedding
@@ -186,6 +186,38 @@ def _frozen(rank: int, world_size: int) -> None:
 
 def test_frozen_weights_and_recomputation_change_no_gradient() -> None:
     run_ranks(_frozen, 2, init=False, timeout_seconds=120)
+
+
+def _second(rank: int, world_size: int) -> None:
+    axis = tensor_axis(world_size)
+    x = torch.randn(2, 5, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
+
+    def run(model: nn.Module, keys: dict[str, Any] | None = None) -> None:
+        (gradient,) = torch.autograd.grad(model(inputs_embeds=x, **(keys or {}))[0].square().sum(), x, create_graph=True)
+        gradient.square().sum().backward()
+
+    with double_throughout("llama"):
+        for key_heads in (4, 1):
+            whole = build("llama", num_attention_heads=4, num_key_value_heads=key_heads)
+            whole.set_attn_implementation("eager")
+            cut = copy.deepcopy(whole)
+            apply_auto_tp(cut, TensorParallelConfig(autotp_size=world_size), axis)
+            run(whole)
+            run(cut)
+            compare(whole, cut, rank, "gradient")
+        for keys, error, said in (
+            ({"tp_overlap_comm": True}, RuntimeError, r"differentiate twice"),
+            ({"vocab_parallel_lm_head": True}, UsageError, r"no second derivative.*vocab_parallel_lm_head out"),
+        ):
+            cut = build("llama")
+            cut.set_attn_implementation("eager")
+            apply_auto_tp(cut, _settings(world_size, keys), axis)
+            with pytest.raises(error, match=said):
+                run(cut, {"labels": tokens()[:2, :5]})
+
+
+def test_second_derivatives_are_those_of_one_process_or_refused() -> None:
+    run_ranks(_second, 2, init=False, timeout_seconds=120)
 
 
 class Adapted(nn.Module):
