@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from deepspeed import comm
 from deepspeed.config.parallel import TensorParallelConfig
-from deepspeed.sharding.cut import Cut
 from deepspeed.tensor_parallel.auto import apply_auto_tp
 from deepspeed.tensor_parallel.layers import part_of
 from deepspeed.topology.mesh import AxisGroup, ParallelMesh
+from tests.support.cut_net import cuts_of
 from tests.support.families import FAMILIES, build, double_throughout, logits_of, loss_of, tokens
 from tests.support.ranks import run_ranks
 
@@ -23,19 +23,9 @@ ROUNDING = 1e-10
 STEPS = 10
 
 
-def whole_cuts(model: nn.Module) -> dict[str, Cut]:
-    """How each parameter is cut, by name."""
-    return {
-        f"{name}.{key}": cut
-        for name, module in model.named_modules(remove_duplicate=False)
-        if getattr(module, "cut_axis", None) == "tensor"
-        for key, cut in module.cuts()
-    }
-
-
 def expected_parts(whole: nn.Module, cut: nn.Module, rank: int, what: str) -> Iterator[tuple[str, Tensor, Tensor]]:
     """(Name, the whole model's part, the cut model's value) of every parameter, or of its gradient."""
-    cuts = whole_cuts(cut)
+    cuts = cuts_of(cut)
     wholes = dict(whole.named_parameters())
     for name, param in cut.named_parameters():
         expected, found = ((each.grad if what == "gradient" else each.detach()) for each in (wholes[name], param))
@@ -72,7 +62,7 @@ def train_alike(name: str, axis: AxisGroup, keys: dict[str, Any], changes: dict[
             for optimizer in optimizers:
                 optimizer.step()
         compare(whole, cut, axis.rank, "weight")
-    return len(whole_cuts(cut))
+    return len(cuts_of(cut))
 
 
 def tensor_axis(size: int) -> AxisGroup:

@@ -18,7 +18,8 @@ from deepspeed.module_inject.layers import EmbeddingLayer, GatherReplacedLayerPa
 from deepspeed.tensor_parallel.auto import apply_auto_tp
 from deepspeed.tensor_parallel.whole import whole_of
 from deepspeed.topology.mesh import AxisGroup
-from tests.ranks.test_tensor_parallel import ROUNDING, STEPS, compare, tensor_axis, whole_cuts
+from tests.ranks.test_tensor_parallel import ROUNDING, STEPS, compare, tensor_axis
+from tests.support.cut_net import cuts_of
 from tests.support.ranks import run_ranks
 
 _WIDTH, _HIDDEN, _TOKENS = 6, 5, 7
@@ -108,11 +109,11 @@ def _all_rules(rank: int, world_size: int) -> None:
         rules = [spec("table", "column"), spec("first", "column", gather_output=True)]
         cut = train_alike(net(), settings(world_size, rules, rules={"embedding_partition_dim": dim}), axis, steps=3)
         assert isinstance(cut.table, kind)
-        assert whole_cuts(cut)["table.weight"].dim == dim
+        assert cuts_of(cut)["table.weight"].dim == dim
     grains = train_alike(
         net(), settings(world_size, RULES[:2], tp={"tp_size": world_size, "tp_grain_size": 4}), axis, steps=2
     )
-    assert [whole_cuts(grains)["last.weight"].width(each) for each in range(2)] == [4, 1]
+    assert [cuts_of(grains)["last.weight"].width(each) for each in range(2)] == [4, 1]
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -132,7 +133,7 @@ def _structure(rank: int, world_size: int) -> None:
             nn.Linear(_WIDTH, _TOKENS),
         ).double()
     cut = train_alike(chain, TensorParallelConfig(autotp_size=world_size), axis)
-    assert sorted(whole_cuts(cut)) == ["1.0.bias", "1.0.weight", "1.2.weight"]  # 3 inner values: some ranks have none
+    assert sorted(cuts_of(cut)) == ["1.0.bias", "1.0.weight", "1.2.weight"]  # 3 inner values: some ranks have none
 
 
 class Twice(nn.Module):
@@ -171,7 +172,7 @@ def _computed(rank: int, world_size: int) -> None:
         whole = nn.Sequential(nn.Embedding(_TOKENS, _WIDTH), *pairs, nn.Linear(_WIDTH, _TOKENS)).double()
     torch.nn.utils.parametrizations.weight_norm(pairs[0][0])
     cut = train_alike(whole, TensorParallelConfig(autotp_size=world_size), axis)
-    assert sorted(whole_cuts(cut)) == ["2.0.bias", "2.0.weight", "2.2.weight"]
+    assert sorted(cuts_of(cut)) == ["2.0.bias", "2.0.weight", "2.2.weight"]
     with pytest.raises(ArgumentError, match=r"'1.0' is of class ParametrizedLinear, whose forward or weight.*'skip'"):
         apply_auto_tp(whole, settings(world_size, [spec(r"^1\.0", "column"), spec(r"^1\.2", "row")]), axis)
 
@@ -199,7 +200,7 @@ def _state(rank: int, world_size: int) -> None:
     compare(other, cut, rank, "weight")
     cut.load_state_dict({name: value.clone() for name, value in cut.state_dict().items()})
     compare(other, cut, rank, "weight")
-    for name, cut_of in whole_cuts(cut).items():
+    for name, cut_of in cuts_of(cut).items():
         assert torch.equal(whole_of(cut.get_parameter(name), cut_of, axis), other.get_parameter(name))
     part = cut.first.weight.detach().clone()
     with GatherReplacedLayerParams([cut.first.weight, cut.out.weight], cut.first):
@@ -244,7 +245,7 @@ def _set(rank: int, world_size: int) -> Tensor:
     ids = torch.zeros(4, 3, dtype=torch.long)
     engine.backward(F.cross_entropy(engine(ids).float().flatten(0, 1), ids.flatten()))
     engine.step()
-    return whole_of(layer.weight, whole_cuts(model)["last.weight"], layer.axis).float()
+    return whole_of(layer.weight, cuts_of(model)["last.weight"], layer.axis).float()
 
 
 def test_what_is_written_into_a_whole_weight_survives_a_step_of_16_bit_weights() -> None:

@@ -19,7 +19,8 @@ from deepspeed.sequence.cross_entropy import VocabParallelCrossEntropyLoss, conf
 from deepspeed.tensor_parallel.auto import apply_auto_tp
 from deepspeed.tensor_parallel.layers import VocabularyEmbedding
 from deepspeed.topology.mesh import AxisGroup
-from tests.ranks.test_tensor_parallel import ROUNDING, compare, tensor_axis, train_alike, whole_cuts
+from tests.ranks.test_tensor_parallel import ROUNDING, compare, tensor_axis, train_alike
+from tests.support.cut_net import cuts_of
 from tests.support.families import VOCABULARY, build, double_throughout, logits_of, tokens
 from tests.support.ranks import run_ranks
 
@@ -83,7 +84,7 @@ def _vocabulary(rank: int, world_size: int) -> None:
             configure_vocab_parallel_loss(cut)
     whole = build("llama_tied")
     apply_auto_tp(whole, TensorParallelConfig(autotp_size=world_size, vocab_parallel_lm_head=False), axis)
-    assert not [name for name in whole_cuts(whole) if "lm_head" in name or "embed" in name]
+    assert not [name for name in cuts_of(whole) if "lm_head" in name or "embed" in name]
     with pytest.raises(ArgumentError, match=r"no output layer that gives each rank a part"):
         configure_vocab_parallel_loss(whole)
     with pytest.raises(ArgumentError, match=r"Liger's kernel needs whole rows.*\"torch\""):
@@ -106,7 +107,7 @@ def _few_heads(rank: int, world_size: int) -> None:
     assert train_alike("qwen3", axis, {"tp_overlap_comm": True}, {"num_attention_heads": 3, "num_key_value_heads": 1}) > 10
     gpt2 = build("gpt2", n_head=2)
     apply_auto_tp(gpt2, TensorParallelConfig(autotp_size=world_size), axis)
-    assert not [name for name in whole_cuts(gpt2) if "attn" in name], "its code needs a head on each rank: it stays whole"
+    assert not [name for name in cuts_of(gpt2) if "attn" in name], "its code needs a head on each rank: it stays whole"
     assert train_alike("gpt2", axis, {}, {"n_head": 2}) == 6  # the MLPs of two blocks
 
 
@@ -279,7 +280,7 @@ def _compare_adapted(
     whole = _with(kind, block, names)
     cut = copy.deepcopy(whole)
     apply_auto_tp(cut, _settings(axis.size, keys), axis)
-    weights = [name for name in whole_cuts(cut) if "layers" in name and name.endswith("weight")]
+    weights = [name for name in cuts_of(cut) if "layers" in name and name.endswith("weight")]
     assert len(weights) == expected, (kind, block, names)
     for model in (whole, cut):
         logits_of(model, tokens()).square().mean().backward()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deepspeed.sharding import Cut
 from deepspeed.topology.grid import PipeModelDataParallelTopology
-from tests.support.cut_net import part_of
+from tests.support.cut_net import cuts_of, part_of
 from tests.support.engines import config, masters, zero
 from tests.support.pipelines import Whole, layers, make_pipeline, token_batches, train_pipeline
 from tests.support.ranks import run_ranks
@@ -45,13 +45,7 @@ def _train(
     )
     engine = make_pipeline(layers(4), stages, settings, optimizer=_sgd, num_stages=None, topology=topology)
     losses = train_pipeline(engine, token_batches(STEPS, 2, data))
-    cuts = {
-        f"{name}.{key}": cut
-        for name, module in engine.module.named_modules()
-        if getattr(module, "cut_axis", None) == "tensor"
-        for key, cut in module.cuts()
-    }
-    return losses, masters(engine), cuts, engine.get_model_parallel_rank()
+    return losses, masters(engine), cuts_of(engine.module), engine.get_model_parallel_rank()
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])

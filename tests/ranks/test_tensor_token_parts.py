@@ -7,26 +7,17 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import deepspeed
 from deepspeed.errors import ArgumentError, UnbuiltFeatureError
-from tests.support.cut_net import part_of
+from tests.support.cut_net import cuts_of, part_of
 from tests.support.engines import config, masters, zero
-from tests.support.families import VOCABULARY, build, double_throughout, logits_of, loss_of
+from tests.support.families import VOCABULARY, WithLoss, build, double_throughout
 from tests.support.ranks import run_ranks
 
 STEPS, RATE, TOKENS = 6, 1e-3, 8
 ROUNDING = 1e-10
-
-
-class WithLoss(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return loss_of(logits_of(self.inner, ids), ids)
 
 
 def _tokens(seed: int, length: int = TOKENS) -> Tensor:
@@ -66,12 +57,7 @@ def _train(rank: int, world_size: int, family: str, stage: int, recomputes: bool
             if abs(found.item() - loss.item()) > ROUNDING:
                 wrong.append(f"step {step}: loss {found.item()}, not {loss.item()}")
         got = masters(engine)
-        cuts = {
-            f"{name}.{key}": each
-            for name, module in cut.named_modules(remove_duplicate=False)
-            if getattr(module, "cut_axis", None) == "tensor"
-            for key, each in cast("Any", module).cuts()
-        }
+        cuts = cuts_of(cut)
         for name, value in whole.named_parameters():
             want = part_of(cuts[name], engine.get_model_parallel_rank(), value.detach()) if name in cuts else value.detach()
             off = (got[name] - want).abs().max().item() if want.numel() else 0.0

@@ -13,34 +13,14 @@ import deepspeed
 from deepspeed.errors import ArgumentError
 from deepspeed.moe.auto_ep import SpreadExperts
 from deepspeed.utils import groups
-from tests.support.cut_net import part_of
+from tests.support.cut_net import cuts_of, part_of
 from tests.support.engines import config, masters, zero
-from tests.support.families import build, double_throughout, logits_of, loss_of, tokens
+from tests.support.families import WithLoss, build, double_throughout, tokens
 from tests.support.ranks import run_ranks
 
 STEPS, CLIP, RATE = 10, 0.5, 1e-3
 ROUNDING = 1e-10
 """fp64 rounds at 1.1e-16 per operation; ten steps of Adam, which divides by the roots of small numbers."""
-
-
-class WithLoss(nn.Module):
-    """A model of a family that gives its loss."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return loss_of(logits_of(self.inner, ids), ids)
-
-
-def _cuts(model: nn.Module) -> dict[str, Any]:
-    return {
-        f"{name}.{key}": cut
-        for name, module in model.named_modules(remove_duplicate=False)
-        if getattr(module, "cut_axis", None) == "tensor"
-        for key, cut in module.cuts()
-    }
 
 
 def _own_experts(model: nn.Module, name: str, whole: Tensor) -> Tensor:
@@ -105,7 +85,7 @@ def _compare(world_size: int, family: str, tensor: int, stage: int, more: dict[s
                 own.append(loss.item())
             found_norms.append(engine.get_global_grad_norm())
             found_losses.append(sum(own) / accumulation)
-        got, cuts, place = masters(engine), _cuts(cut), engine.get_model_parallel_rank()
+        got, cuts, place = masters(engine), cuts_of(cut), engine.get_model_parallel_rank()
         engine.destroy()
     where = f"{family}, stage {stage}, tp {tensor}, dp {data}, {more}"
     wrong = [] if cuts else [f"{where}: nothing was cut"]

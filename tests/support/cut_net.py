@@ -6,7 +6,7 @@ norm (whole) -> up (columns) + shared (every rank has a copy) -> tanh -> down (r
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -146,3 +146,13 @@ class TensorUnit:
 
     def get_data_parallel_rank(self) -> int:
         return dist.get_rank() // self._sizes[0]
+
+
+def cuts_of(model: nn.Module) -> dict[str, Cut]:
+    """How each parameter of which tensor-parallel ranks have parts is cut, by name."""
+    return {
+        f"{name}.{key}" if name else key: cut
+        for name, module in model.named_modules(remove_duplicate=False)
+        if getattr(module, "cut_axis", None) == "tensor"
+        for key, cut in cast("Any", module).cuts()
+    }

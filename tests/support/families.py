@@ -177,6 +177,17 @@ def loss_of(logits: Tensor, ids: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), ids.roll(1, 1).flatten())
 
 
+class WithLoss(nn.Module):
+    """A model of a family that gives its loss."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return loss_of(logits_of(self.inner, ids), ids)
+
+
 class _Double:
     """`torch`, in which float32 means float64."""
 
