@@ -37,6 +37,7 @@ from deepspeed.comm.collectives import (
     send,
 )
 from deepspeed.comm.failures import NotInitializedError
+from deepspeed.comm.kept_groups import kept_group
 from deepspeed.comm.places import (
     TorchBackend,
     enable_symm_mem_for_group,
@@ -127,6 +128,7 @@ __all__ = [
     "is_available",
     "is_initialized",
     "isend",
+    "kept_group",
     "log_summary",
     "monitored_barrier",
     "mpi_discovery",

@@ -93,7 +93,7 @@ class MessageCarriers:
         if not is_tagged and self._axis.size > 1:  # [Note: lines that block each other]
             for kind in _KINDS:
                 for goes_up in (False, True):
-                    self._groups[kind, goes_up] = mesh.new_group_along("pipe")
+                    self._groups[kind, goes_up] = mesh.group_along("pipe", f"{kind} {'up' if goes_up else 'down'}")
             for line in lines(self._axis.size, chunks):
                 self._open(line, device)
 

@@ -168,6 +168,6 @@ def _model_group(mesh: ParallelMesh) -> AxisGroup:
     grid = ProcessTopology(tuple(mesh.sizes), tuple(mesh.sizes.values()))
     if pipe.size * tensor.size == mesh.world_size:
         return AxisGroup(range(mesh.world_size), mesh.rank, comm.get_world_group())
-    groups = {tuple(ranks): comm.new_group(ranks) for ranks in grid.groups_along(("pipe", "tensor"))}
+    groups = {tuple(ranks): comm.kept_group(ranks) for ranks in grid.groups_along(("pipe", "tensor"))}
     mine = next(ranks for ranks in groups if mesh.rank in ranks)
     return AxisGroup(mine, mesh.rank, groups[mine])

@@ -100,7 +100,7 @@ def _axis_over(held: tuple[int, ...], grid: ProcessTopology, mesh: ParallelMesh)
     for ranks in grid.get_axis_comm_lists("pipe"):
         members = [ranks[stage] for stage in held]
         # every rank makes every group, in one order; the axis has that of all stages
-        group = comm.new_group(members) if len(members) < len(ranks) else pipe.group
+        group = comm.kept_group(members) if len(members) < len(ranks) else pipe.group
         if mesh.rank in members:
             mine = AxisGroup(members, mesh.rank, group)
     return mine

@@ -145,7 +145,7 @@ class _Conversion:
         if ranks == self._axis.ranks:
             return self._axis
         if ranks not in self._groups:
-            group = comm.new_group(list(ranks), use_local_synchronization=True)
+            group = comm.kept_group(ranks, is_local=True)
             self._groups[ranks] = AxisGroup(ranks, self._axis.ranks[self._axis.rank], group)
         return self._groups[ranks]
 

@@ -21,7 +21,8 @@ other rank (`use_local_synchronization`). So plain data parallelism makes no gro
 a real group that torch and `deepspeed.comm` accept. A collective over one rank never leaves the process.
 
 [Note: all ranks make all groups] `torch.distributed.new_group` must be called by every rank of the world for every group,
-in the same order. `build` does so; it is a collective call.
+in the same order. `build` does so; it is a collective call. Groups are kept (`comm.kept_group`): the mesh of a later
+engine makes none that an earlier one had.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class AxisGroup:
         """The process group, never None (see [Note: which groups are made])."""
         if self._group is None:
             assert self.size == 1  # build gives every larger one its group
-            self._group = comm.new_group(list(self.ranks), use_local_synchronization=True)
+            self._group = comm.kept_group(self.ranks, is_local=True)
         return self._group
 
     def hops(self) -> Hops | None:
@@ -111,7 +112,7 @@ class AxisGroup:
         mine = self.ranks[self.rank]
         inside = next([self.ranks[each] for each in host] for host in by_host if self.rank in host)
         across = [self.ranks[host[inside.index(mine)]] for host in by_host]
-        groups = [comm.new_group(ranks, use_local_synchronization=True) for ranks in (inside, across)]
+        groups = [comm.kept_group(ranks, is_local=True) for ranks in (inside, across)]
         positions = tuple(position for host in by_host for position in host)
         return Hops(AxisGroup(inside, mine, groups[0]), AxisGroup(across, mine, groups[1]), positions)
 
@@ -274,12 +275,12 @@ class ParallelMesh:
             raise ArgumentError(f"the mesh has no axis {name!r}; its axes are {', '.join(AXES)}.")
         return self._groups[(name,)]
 
-    def new_group_along(self, name: str) -> dist.ProcessGroup:
-        """One more group over the ranks along an axis, for traffic that must not queue behind that of `axis(name).group`.
+    def group_along(self, name: str, use: str) -> dist.ProcessGroup:
+        """Another group over the ranks along an axis, for traffic that must not queue behind that of `axis(name).group`.
 
         Collective over the world: [Note: all ranks make all groups].
         """
-        groups = {tuple(ranks): comm.new_group(ranks) for ranks in self._grid.groups_along((name,))}
+        groups = {tuple(ranks): comm.kept_group(ranks, use) for ranks in self._grid.groups_along((name,))}
         return groups[self.axis(name).ranks]
 
     @property
@@ -387,7 +388,7 @@ def _axis_group(
         return AxisGroup(mine, rank, comm.get_world_group())
     if len(mine) > 1 and mine not in made:
         for ranks in grid.groups_along(axes):  # see [Note: all ranks make all groups]
-            made[tuple(ranks)] = comm.new_group(ranks)
+            made[tuple(ranks)] = comm.kept_group(ranks)
     return AxisGroup(mine, rank, made.get(mine))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import io
 import logging
@@ -11,6 +12,7 @@ import warnings
 import weakref
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -18,6 +20,7 @@ from torch import nn
 from deepspeed.errors import UsageError
 from tests.support.engines import config, make_engine, masters, train, zero
 from tests.support.models import Mlp, build, make_batches
+from tests.support.pipelines import layers, make_pipeline, token_batches, train_pipeline
 from tests.support.ranks import run_ranks
 from tests.support.reference import FP64_ROUNDING, relative_difference, train_reference
 
@@ -277,3 +280,18 @@ def _dropped(rank: int, world_size: int) -> list[int]:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_an_engine_that_is_dropped_leaves_nothing_in_memory(world_size: int) -> None:
     assert run_ranks(_dropped, world_size) == [[0, 0, 0, 0]] * world_size
+
+
+def _threads_of_pipelines(_rank: int, _world_size: int) -> list[int]:
+    counts = []
+    for _ in range(3):
+        engine = make_pipeline(layers(3), 3, config(2, 2, **zero(1)), optimizer=functools.partial(torch.optim.SGD, lr=0.1))
+        train_pipeline(engine, token_batches(1, 2, 1))
+        engine.destroy()
+        counts.append(psutil.Process().num_threads())
+    return counts
+
+
+def test_pipelines_one_after_another_do_not_collect_threads() -> None:
+    for counts in run_ranks(_threads_of_pipelines, 3):  # ties of the first and last stage have a group of their own
+        assert counts[1:] == [counts[0]] * 2

@@ -66,6 +66,34 @@ def test_an_axis_of_one_rank_gets_a_group_when_somebody_asks(pretend: Callable[.
     assert made == [[3]]
 
 
+def test_the_mesh_of_a_later_engine_makes_no_group_that_there_is(
+    pretend: Callable[..., None], made: list[list[int]]
+) -> None:
+    pretend(3, 8)
+    first = ParallelMesh.build(pipe=2, tensor=2)
+    assert first.axis("expert").group is not None
+    count = len(made)
+    assert count > 0
+    second = ParallelMesh.build(pipe=2, tensor=2)
+    assert second.axis("tensor").group is first.axis("tensor").group
+    assert second.axis("expert").group is first.axis("expert").group
+    assert len(made) == count
+    up, down = (second.group_along("pipe", use) for use in ("up", "down"))
+    assert second.axis("pipe").group is not up is not down  # each for its own traffic
+    assert first.group_along("pipe", "up") is up
+    assert len(made) > count
+
+
+def test_another_world_gets_groups_of_its_own(pretend: Callable[..., None], made: list[list[int]]) -> None:
+    pretend(3, 8)
+    ParallelMesh.build(tensor=2)
+    count = len(made)
+    dist.destroy_process_group()
+    pretend(3, 8)
+    ParallelMesh.build(tensor=2)
+    assert len(made) == 2 * count
+
+
 def test_in_a_world_of_one_every_axis_is_the_world(pretend: Callable[..., None], made: list[list[int]]) -> None:
     pretend(0, 1)
     mesh = ParallelMesh.build()
