@@ -140,7 +140,7 @@ def _compare(setting: Setting) -> list[str]:
 @pytest.mark.parametrize("ranks", sorted({setting.ranks for setting in SETTINGS}))
 def test_a_pipeline_trains_as_one_process_does(ranks: int) -> None:
     numbers = [number for number, setting in enumerate(SETTINGS) if setting.ranks == ranks]
-    for wrong in run_ranks(_train, ranks, numbers, timeout_seconds=1200 if IS_SWEEP else 120):
+    for wrong in run_ranks(_train, ranks, numbers, timeout_seconds=3600 if IS_SWEEP else 120):
         assert wrong == []
 
 
