@@ -8,7 +8,7 @@ Model: width 512, 6 blocks, 8 heads, vocabulary 4096, 128 positions, micro-batch
 first stage, 3 blocks and the output layer on the second, for every contender. Loading data is inside: it is a list.
 
 `pipeline_step bubble` trains layers that only wait, 60 ms forward and 120 ms backward on each of its stages, so that nothing
-but the order costs time: the share of a step in which a stage is idle, against (stages - 1) / (micro-batches + stages - 1).
+but the order costs time: the share of a step in which a stage is not in its layer, against (stages - 1) / (micro-batches + stages - 1).
 Goal: off by at most a tenth.
 """
 
@@ -182,15 +182,25 @@ def _ideal_step(layers: list[nn.Module], micro_batches: int) -> Callable[[], flo
     return step
 
 
+_busy_seconds = [0.0]  # of this rank's layer, since it was last read
+
+
+def _wait(seconds: float) -> None:
+    """Be busy for this long; a machine wakes a sleeper late, and that is time of the layer, too."""
+    began = time.perf_counter()
+    time.sleep(seconds)
+    _busy_seconds[0] += time.perf_counter() - began
+
+
 class Wait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        time.sleep(_FORWARD_SECONDS)
+        _wait(_FORWARD_SECONDS)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        time.sleep(_BACKWARD_SECONDS)
+        _wait(_BACKWARD_SECONDS)
         return gradient
 
 
@@ -231,10 +241,15 @@ def _bubble(arguments: Mapping[str, Any]) -> Measured:
     }
     engine: Any = deepspeed.initialize(model=net, config=config)[0]
     batch = [(torch.ones(1, 4), torch.ones(1))] * micro_batches
-    timed = _timed(lambda: float(engine.train_batch(iter(batch))), arguments["warm"], arguments["steps"])
-    seconds = statistics.median(seconds for seconds, _ in timed)
-    busy = micro_batches * (_FORWARD_SECONDS + _BACKWARD_SECONDS)
-    bubble, expected = 1 - busy / seconds, (stages - 1) / (micro_batches + stages - 1)
+
+    def step() -> float:
+        _busy_seconds[0] = 0.0
+        engine.train_batch(iter(batch))
+        return _busy_seconds[0]
+
+    timed = _timed(step, arguments["warm"], arguments["steps"])
+    bubble = statistics.median(1 - busy / seconds for seconds, busy in timed)
+    expected = (stages - 1) / (micro_batches + stages - 1)
     return Measured({"bubble": bubble, "bubble_off": abs(bubble / expected - 1)})
 
 
