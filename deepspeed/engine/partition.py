@@ -106,7 +106,7 @@ def plan_partition(
         ArgumentError: the optimizer holds a parameter that is not the module's.
     """
     planner = _Planner(module, config, policy, axes, (stage or Stage()).tie_of)
-    groups = [planner.lay_out(kind, members) for kind, members in planner.group_members(optimizer)]
+    groups = planner.groups(optimizer)
     device = next((group.members[0].param.device for group in groups), torch.device("cpu"))
     places = RestingPlaces(config, groups, axes.dense.shard, device)
     tier = tier or OptimizerTier()
@@ -123,6 +123,17 @@ def plan_partition(
         planner.units,
         planner.group_names(optimizer),
     )
+
+
+def planned_groups(
+    module: nn.Module, config: DeepSpeedConfig, axes: ModelAxes, policy: DtypePolicy, optimizer: Optimizer | None
+) -> tuple[list[PlannedGroup], tuple[UnitPlan, ...]]:
+    """The flat groups and units that `plan_partition` would make, without making them; moves nothing, asks no rank.
+
+    The arguments are those of `plan_partition`; the module may lie on the meta device, the ranks need no process group.
+    """
+    planner = _Planner(module, config, policy, axes, {})
+    return planner.groups(optimizer), planner.units
 
 
 class _Planner:
@@ -171,6 +182,10 @@ class _Planner:
         return (
             block.buffer_size * self.axes.dense.shard.size if block is not None and is_read else self.zero.reduce_bucket_size
         )
+
+    def groups(self, optimizer: Optimizer | None) -> list[PlannedGroup]:
+        """All flat groups, in the order in which they are made."""
+        return [self.lay_out(kind, members) for kind, members in self.group_members(optimizer)]
 
     def group_members(self, optimizer: Optimizer | None) -> Iterator[tuple[Kind, list[NamedParameter]]]:
         """One entry per optimizer group, dtypes and treatment; then what is sharded although nothing trains it."""

@@ -26,6 +26,7 @@ from deepspeed.zero import master
 from tests.support.engines import config, make_engine, zero
 from tests.support.models import TinyModel, build, cast_batches, make_batches
 from tests.support.ranks import run_ranks
+from tests.support.tensor_bytes import bytes_of_tensors
 
 STAGES = (0, 1, 2, 3)
 LAYERS = 96
@@ -69,40 +70,14 @@ def _steps(engine: Any, rank: int, world_size: int, steps: int = 1, accumulation
 # -- bytes at rest ----------------------------------------------------------------------------------------------------
 
 
-def _bytes_of_tensors() -> dict[str, int]:
-    """Bytes by the place of every storage that a tensor of this process uses.
-
-    Memory that ranks share is placed by the number of its file, so that a rank's view of its peers' is not counted twice.
-    """
-    shared = [(low, high, node) for low, high, node in _mappings() if node]
-    found: dict[str, int] = {}
-    for each in gc.get_objects():
-        if issubclass(type(each), Tensor) and each.layout == torch.strided:
-            storage = each.untyped_storage()
-            address = storage.data_ptr()
-            nodes = [f"file {node} + {address - low}" for low, high, node in shared if low <= address < high]
-            found[nodes[0] if nodes else f"address {address}"] = storage.nbytes()
-    return found
-
-
-def _mappings() -> list[tuple[int, int, str]]:
-    """(first address, last address, number of the file or "") of every mapping of memory without a name on disk."""
-    found = []
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        addresses, _, _, _, node, *name = line.split(maxsplit=5)
-        low, high = (int(each, 16) for each in addresses.split("-"))
-        found.append((low, high, node if name and name[0].startswith("/memfd:") else ""))
-    return found
-
-
 def _at_rest(rank: int, world_size: int, stage: int) -> dict[str, int]:
     # Scratch of the walk and of the mean has a fixed size, made for models a thousand times larger. This process ends here.
     master.SUB_GROUP_NUMEL["cpu"] = mean.BLOCK_NUMEL = BUCKET_NUMEL
-    before = _bytes_of_tensors()
+    before = bytes_of_tensors()
     engine = _engine(stage, **(SHARDED if stage == 3 else {}))
     _steps(engine, rank, world_size, steps=2)
     gc.collect()
-    after = _bytes_of_tensors()
+    after = bytes_of_tensors()
     assert engine.global_steps == 2
     return {place: nbytes for place, nbytes in after.items() if place not in before}
 
@@ -132,7 +107,7 @@ UNITS, BUFFERS, SUB_GROUP_NUMEL = 4, 3, 16_384
 def _with_tiers(rank: int, world_size: int, folder: Path) -> tuple[int, int]:
     """Most bytes seen between steps, and in the middle of forward and backward."""
     master.SUB_GROUP_NUMEL["cpu"] = mean.BLOCK_NUMEL = BUCKET_NUMEL
-    before = _bytes_of_tensors()
+    before = bytes_of_tensors()
     place = {"device": "nvme", "nvme_path": str(folder)}
     model = build(Deep)
     blocks = zero(
@@ -158,7 +133,7 @@ def _with_tiers(rank: int, world_size: int, folder: Path) -> tuple[int, int]:
 
 def _sum_of_new(before: dict[str, int]) -> int:
     """Bytes of all tensors that were not there before; memory that ranks share counts as this rank's part of it."""
-    now = {place: nbytes for place, nbytes in _bytes_of_tensors().items() if place not in before}
+    now = {place: nbytes for place, nbytes in bytes_of_tensors().items() if place not in before}
     shared = sum(nbytes for place, nbytes in now.items() if place.startswith("file"))
     ranks = dist.get_world_size()
     return sum(now.values()) - shared + shared // ranks
@@ -231,7 +206,7 @@ def _gathered_bytes(engine: Any) -> int:
 
 def _forward_bytes(at_rest: dict[str, int]) -> int:
     """Bytes of everything that is as large as a layer and was not there between steps: during forward, gathered buffers."""
-    now = _bytes_of_tensors()
+    now = bytes_of_tensors()
     return sum(nbytes for place, nbytes in now.items() if place not in at_rest and nbytes >= LAYER_NUMEL)
 
 
@@ -240,7 +215,7 @@ def _peak(rank: int, world_size: int, keys: dict[str, Any]) -> tuple[int, int]:
     engine = _engine(3, stage3_param_persistence_threshold=0, **keys)
     _steps(engine, rank, world_size, steps=2)
     engine.empty_partition_cache()
-    at_rest = _bytes_of_tensors()
+    at_rest = bytes_of_tensors()
     forward, backward = [0], [0]
     for layer in engine.module.layers[::8]:
         layer.register_forward_hook(lambda *_: forward.append(_forward_bytes(at_rest)))

@@ -1,0 +1,19 @@
+"""What a run will hold and send, before anything is allocated (docs/adr/0021-memory-plan.md).
+
+    sources   a module, a Hugging Face configuration, module:function, or a number of parameters
+       |
+    states    weights, gradients, masters, optimizer state, buckets, gathered units     asks engine.partition
+    tracing   activations of one micro-batch                                            fake tensors
+    traffic   bytes per step                                                            pure
+       |
+    terms     a plan: terms with bytes, tier and the setting that lowers them           pure
+       |
+    comparison: every stage and offload side by side --> text, page, `deepspeed plan`
+
+Lives here: everything of the plan. Does not live here: layouts (`sharding`, `engine.partition`). Called by `deepspeed.plan`.
+"""
+
+from deepspeed.planning.comparison import Comparison, plan
+from deepspeed.planning.terms import RankPlan, Term
+
+__all__ = ["Comparison", "RankPlan", "Term", "plan"]

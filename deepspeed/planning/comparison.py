@@ -1,0 +1,207 @@
+"""Every ZeRO stage and offload side by side: `deepspeed.plan`.
+
+    subject, configuration --> for each setting: states + activations + traffic --> RankPlan
+                               the one asked for, the lowest stage that fits, advice
+
+Called by `deepspeed.plan` and by `command`. Does not live here: the terms (`states`, `tracing`), drawing (`text`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from deepspeed.config import DeepSpeedConfig, load_config
+from deepspeed.errors import ArgumentError, ConfigError
+from deepspeed.planning.sources import Subject, subject_of
+from deepspeed.planning.states import ModelStates, model_states
+from deepspeed.planning.terms import RankPlan, Term, Tier
+from deepspeed.planning.tracing import Activations, Batch, trace_activations
+from deepspeed.planning.traffic import sent_nbytes
+from deepspeed.precision.policy import DtypePolicy
+from deepspeed.sharding import estimate
+
+__all__ = ["Comparison", "plan"]
+
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_SWITCHES = ("activation_checkpointing", "gradient_checkpointing")  # of Hugging Face models, the newer name first
+_RECOMPUTE = "activation checkpointing, a smaller train_micro_batch_size_per_gpu"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The plan of the setting that was asked for, and those of the others."""
+
+    subject: str
+    numel: int
+    ranks: int
+    device_nbytes: float | None
+    asked: RankPlan
+    others: tuple[RankPlan, ...]
+    """Stages 0 to 3 without and with offload, in this order."""
+    notes: tuple[str, ...]
+    """What is not counted, and why."""
+
+    def lowest_that_fits(self) -> RankPlan | None:
+        """The first of `others` that fits the device; None: none does, or the device's size is unknown."""
+        if self.device_nbytes is None:
+            return None
+        size = self.device_nbytes
+        return next((each for each in self.others if each.fits(size)), None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        fitting = self.lowest_that_fits()
+        return {
+            "model": self.subject,
+            "parameters": self.numel,
+            "ranks": self.ranks,
+            "device_nbytes": self.device_nbytes,
+            "asked": self.asked.as_dict(),
+            "others": [each.as_dict() for each in self.others],
+            "lowest_that_fits": fitting.label if fitting is not None else None,
+            "notes": list(self.notes),
+        }
+
+
+def plan(
+    model_or_config: Any,
+    ds_config: Any,
+    world_size: int,
+    device_memory: float | None = None,
+    *,
+    sequence_length: int | None = None,
+    batch: Batch | None = None,
+) -> Comparison:
+    """Say what each rank would hold and send, before anything is allocated.
+
+    Args:
+        model_or_config: a module (values are not read), a Hugging Face configuration (object, name, folder, file),
+            "module:function" that builds one, or a number of parameters.
+        ds_config: as `deepspeed.initialize` takes it; batch sizes that are left out or "auto" count as
+            1 micro-batch of 1 row.
+        world_size: ranks.
+        device_memory: bytes of one device; None: nothing is said about fitting.
+        sequence_length: tokens of a row, for Hugging Face language models.
+        batch: arguments of forward `(args, kwargs)` for one micro-batch; without it activations of other models are left
+            out.
+
+    Raises:
+        ConfigError: the configuration does not start.
+        ArgumentError: the model cannot be read, or is cut by tensor or pipeline ranks, which the plan does not trace.
+    """
+    raw = _with_batch(load_config(ds_config))
+    config = _config(raw, world_size)
+    subject = subject_of(model_or_config, config.train_micro_batch_size_per_gpu, sequence_length, batch)
+    activations, recomputed, notes = _activations(subject, config)
+    planner = _Planner(subject, world_size, activations, recomputed)
+    asked = planner.plan("as configured", config)
+    others = []
+    for label, each in _alternatives(raw):
+        try:
+            others.append(planner.plan(label, _config(each, world_size)))
+        except ConfigError as error:  # a key of this configuration has no meaning there
+            notes += (f"{label} is left out: {str(error).splitlines()[-1].strip()}",)
+    return Comparison(subject.name, subject.numel, world_size, device_memory, asked, tuple(others), notes)
+
+
+def _with_batch(raw: Mapping[str, Any]) -> dict[str, Any]:
+    given = {key: value for key, value in raw.items() if not (key in _BATCH and value == "auto")}
+    return given if any(key in given for key in _BATCH) else {**given, "train_micro_batch_size_per_gpu": 1}
+
+
+def _config(raw: Mapping[str, Any], world_size: int) -> DeepSpeedConfig:
+    values = copy.deepcopy(dict(raw))
+    sequence = int(values.get("sequence_parallel_size", 1))
+    tensor = values.get("tensor_parallel", {}).get("autotp_size", 0)
+    if tensor and tensor > 1:
+        raise ArgumentError(
+            f"tensor_parallel.autotp_size = {tensor}: the plan does not cut layers over tensor ranks yet. Leave the block "
+            f"out, and read weights, gradients and optimizer state as divided by {tensor}."
+        )
+    if world_size % sequence:
+        raise ArgumentError(
+            f"{world_size} ranks are no multiple of sequence_parallel_size = {sequence}. Change one of them."
+        )
+    return DeepSpeedConfig(values, dp_world_size=world_size // sequence, world_size=world_size)
+
+
+def _activations(
+    subject: Subject, config: DeepSpeedConfig
+) -> tuple[Activations | None, Activations | None, tuple[str, ...]]:
+    """Without and with recomputation, and what has to be said about them."""
+    module, batch = subject.module, subject.batch
+    if module is None or batch is None:
+        return None, None, ("activations are not counted: give a model and a batch",)
+    policy = DtypePolicy.from_config(config, "cpu")
+    plain = trace_activations(module, batch, policy)
+    switch = next((each for each in _SWITCHES if hasattr(module, f"{each}_enable")), None)
+    if switch is None or getattr(module, f"is_{switch}", False):
+        return plain, None, ()
+    getattr(module, f"{switch}_enable")()
+    recomputed = trace_activations(module, batch, policy)
+    getattr(module, f"{switch}_disable")()
+    return plain, recomputed, ()
+
+
+def _alternatives(raw: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Stages and offloads, the fastest first."""
+    block = raw.get("zero_optimization") or {}
+    base = {key: value for key, value in block.items() if key not in ("stage", "offload_optimizer", "offload_param")}
+    on_host = {"device": "cpu"}
+    for stage in range(4):
+        yield f"stage {stage}", {**raw, "zero_optimization": {**base, "stage": stage}}
+    for stage in (1, 2, 3):
+        offloaded = {**base, "stage": stage, "offload_optimizer": on_host}
+        yield f"stage {stage}, optimizer on host", {**raw, "zero_optimization": offloaded}
+    everything = {**base, "stage": 3, "offload_optimizer": on_host, "offload_param": on_host}
+    yield "stage 3, optimizer and parameters on host", {**raw, "zero_optimization": everything}
+
+
+@dataclass(frozen=True)
+class _Planner:
+    subject: Subject
+    ranks: int
+    activations: Activations | None
+    recomputed: Activations | None
+
+    def plan(self, label: str, config: DeepSpeedConfig) -> RankPlan:
+        """One setting's."""
+        states = self._states(self.subject.module, config)
+        terms = list(states.terms)
+        if self.activations is not None:
+            terms.append(Term("activations", self.activations.peak_nbytes, moment="pass", lower=_RECOMPUTE))
+        sent = sent_nbytes(
+            config.zero_optimization.stage,
+            states.weight_nbytes,
+            states.gradient_nbytes,
+            self.ranks,
+            config.gradient_accumulation_steps,
+            stays_gathered=states.stays_gathered,
+        )
+        return RankPlan(label, tuple(terms), sent)
+
+    def _states(self, module: nn.Module | None, config: DeepSpeedConfig) -> ModelStates:
+        return (
+            _by_formula(self.subject.numel, config, self.ranks)
+            if module is None
+            else model_states(module, config, self.ranks)
+        )
+
+
+def _by_formula(numel: int, config: DeepSpeedConfig, ranks: int) -> ModelStates:
+    """The paper's, for a model of which only the size is known: mixed-precision Adam."""
+    zero = config.zero_optimization
+    states = estimate.model_states(numel, zero.stage, ranks)
+    tier: Tier = "host" if zero.offload_optimizer is not None and zero.offload_optimizer.device != "none" else "device"
+    weights: Tier = "host" if zero.offload_param is not None and zero.offload_param.device != "none" else "device"
+    terms = (
+        Term("weights", int(states.parameter_nbytes), weights),
+        Term("gradients", int(states.gradient_nbytes), tier if zero.stage >= 2 else "device"),
+        Term("masters and optimizer state", int(states.optimizer_nbytes), tier),
+    )
+    return ModelStates(terms, numel * estimate.PARAMETER_NBYTES, numel * estimate.GRADIENT_NBYTES, stays_gathered=False)
