@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal t
     from deepspeed.engine.pipeline import PipelineEngine as PipelineEngine
     from deepspeed.errors import ConfigError
     from deepspeed.pipe.module import PipelineModule as PipelineModule
+    from deepspeed.planning import plan as plan
     from deepspeed.tensor_parallel.recorded import set_autotp_mode as set_autotp_mode
     from deepspeed.tensor_parallel.recorded import tp_model_init as tp_model_init
     from deepspeed.version import git_branch as git_branch
@@ -66,6 +67,7 @@ _NAMES = {
     "load_ds_config": "deepspeed.api:load_ds_config",
     "log_dist": "deepspeed.common.logging:log_dist",
     "logger": "deepspeed.common.logging:logger",
+    "plan": "deepspeed.planning:plan",
     "set_autotp_mode": "deepspeed.tensor_parallel.recorded:set_autotp_mode",
     "tp_model_init": "deepspeed.tensor_parallel.recorded:tp_model_init",
 }

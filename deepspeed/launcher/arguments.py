@@ -46,7 +46,8 @@ def parse_runner_args(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="deepspeed",
         description=description,
-        epilog=f"{_ABOUT_SCRIPT} `deepspeed verify --help` tells how to compare ZeRO stages on a script.",
+        epilog=f"{_ABOUT_SCRIPT} `deepspeed verify --help` tells how to compare ZeRO stages on a script, `deepspeed "
+        "plan --help` what memory a run will take.",
     )
     return _parse_runner(parser, words)
 

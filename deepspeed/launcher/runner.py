@@ -6,7 +6,8 @@
              --> other hosts: far_hosts
 ```
 
-`deepspeed verify ...` starts two such jobs and compares them (`verify`); a script of that very name is run as `./verify`.
+`deepspeed verify ...` starts two such jobs and compares them (`verify`), `deepspeed plan ...` starts none (`planning`); a
+script of such a name is run as `./verify`.
 `deepspeed --check ...` starts nothing: it asks every host whether the job would start (`check`).
 
 A job that needs other hosts goes to `far_hosts` with its selection.
@@ -80,6 +81,8 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         if words and words[0] == "verify":  # it loads torch, which starting a job does not
             status = importlib.import_module("deepspeed.launcher.verify").verify(words[1:], run)
+        elif words and words[0] == "plan":  # the same
+            status = importlib.import_module("deepspeed.planning.command").main(words[1:])
         elif words and words[0] == "--check":
             status = importlib.import_module("deepspeed.launcher.check").main(words[1:], _hosts)
         else:

@@ -45,6 +45,8 @@ class Comparison:
     """Stages 0 to 3 without and with offload, in this order."""
     notes: tuple[str, ...]
     """What is not counted, and why."""
+    recomputed_nbytes: int | None = None
+    """Activations at their peak with every block recomputed in backward; None: unknown."""
 
     def lowest_that_fits(self) -> RankPlan | None:
         """The first of `others` that fits the device; None: none does, or the device's size is unknown."""
@@ -65,6 +67,7 @@ class Comparison:
             "others": [each.as_dict() for each in self.others],
             "lowest_that_fits": fitting.label if fitting is not None else None,
             "notes": list(self.notes),
+            "recomputed_activation_nbytes": self.recomputed_nbytes,
         }
 
 
@@ -98,7 +101,7 @@ def plan(
     config = _config(raw, world_size)
     subject = subject_of(model_or_config, config.train_micro_batch_size_per_gpu, sequence_length, batch)
     activations, recomputed, notes = _activations(subject, config)
-    planner = _Planner(subject, world_size, activations, recomputed)
+    planner = _Planner(subject, world_size, activations)
     asked = planner.plan("as configured", config)
     others = []
     for label, each in _alternatives(raw):
@@ -106,7 +109,8 @@ def plan(
             others.append(planner.plan(label, _config(each, world_size)))
         except ConfigError as error:  # a key of this configuration has no meaning there
             notes += (f"{label} is left out: {str(error).splitlines()[-1].strip()}",)
-    return Comparison(subject.name, subject.numel, world_size, device_memory, asked, tuple(others), notes)
+    less = recomputed.peak_nbytes if recomputed is not None else None
+    return Comparison(subject.name, subject.numel, world_size, device_memory, asked, tuple(others), notes, less)
 
 
 def _with_batch(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,7 +171,6 @@ class _Planner:
     subject: Subject
     ranks: int
     activations: Activations | None
-    recomputed: Activations | None
 
     def plan(self, label: str, config: DeepSpeedConfig) -> RankPlan:
         """One setting's."""

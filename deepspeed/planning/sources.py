@@ -52,7 +52,7 @@ def subject_of(source: Any, micro_batch: int, sequence_length: int | None, batch
         ArgumentError: the source is none of these; the text has what was tried.
     """
     if isinstance(source, int | float):
-        return Subject(f"{source:,.0f} parameters", int(source))
+        return Subject("a model of this size", int(source))
     if isinstance(source, nn.Module):
         return _of_module(source, micro_batch, sequence_length, batch)
     if isinstance(source, str | Path) and ":" in str(source) and not Path(source).exists():
