@@ -8,8 +8,8 @@ Model: width 512, 6 blocks, 8 heads, vocabulary 4096, 128 positions, micro-batch
 first stage, 3 blocks and the output layer on the second, for every contender. Loading data is inside: it is a list.
 
 `pipeline_step bubble` trains layers that only wait, 60 ms forward and 120 ms backward on each of its stages, so that nothing
-but the order costs time: the share of a step in which a stage is not in its layer, against (stages - 1) / (micro-batches + stages - 1).
-Goal: off by at most a tenth.
+but the order costs time: the share of a step in which a stage is not in its layer, against
+(stages - 1) / (micro-batches + stages - 1). Goal: off by at most a tenth.
 """
 
 from __future__ import annotations
