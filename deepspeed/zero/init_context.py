@@ -121,7 +121,7 @@ class Init:
         enabled: False makes everything here do nothing.
         dtype: of floating tensors made inside; None asks the config (`bf16`, `fp16`), else it is fp32. A dtype that the
             model names itself is kept.
-        mpu: an object whose `get_data_parallel_group()` gives the group.
+        mpu: an object whose `get_sequence_data_parallel_group()`, or else `get_data_parallel_group()`, gives the group.
         zero_param_parallel_group: not built yet.
         zero_quantized_weights: not built yet.
         zero_quantized_nontrainable_weights: not built yet.
@@ -392,7 +392,7 @@ def _one_config(config_dict_or_path: Any, config: Any) -> Any:
 
 def _axis(group: comm.ProcessGroup | None, mpu: Any) -> AxisGroup:
     if group is None and mpu is not None:
-        group = mpu.get_data_parallel_group()
+        group = getattr(mpu, "get_sequence_data_parallel_group", mpu.get_data_parallel_group)()
     if group is None:
         group = comm.get_world_group()
     ranks, rank = comm.get_all_ranks_from_group(group), comm.get_rank()
