@@ -23,6 +23,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from deepspeed import comm
+from deepspeed.common.compiling import not_compiled
 from deepspeed.errors import ArgumentError, UsageError
 from deepspeed.sequence.exchange import HeadPlan, Lengths
 from deepspeed.sequence.layer import expanded_for
@@ -85,6 +86,7 @@ class UlyssesSPAttentionHF(nn.Module):
         """Whether `module` attends to the tokens of all ranks now."""
         return self.world_size > 1 and (module.training or not self.disable_in_eval)
 
+    @not_compiled
     def forward(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
@@ -314,6 +316,7 @@ def _require_positions(model: Any, attention: UlyssesSPAttentionHF, model_type: 
     """See [Note: positions]."""
     place = 2  # forward(input_ids, attention_mask, position_ids)
 
+    @not_compiled
     def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         is_missing = kwargs.get("position_ids") is None and len(args) <= place
         implementation = model.config.get_text_config()._attn_implementation

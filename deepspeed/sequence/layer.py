@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from deepspeed import comm
 from deepspeed.comm.algorithms import parts_exchanger
+from deepspeed.common.compiling import not_compiled
 from deepspeed.errors import ArgumentError
 from deepspeed.sequence.exchange import HeadPlan, Lengths, even_part
 from deepspeed.sequence.parts import Route, gathered_integers, to_heads, to_sequence
@@ -78,6 +79,7 @@ class DistributedAttention(nn.Module):
         self.spg = sequence_process_group
         self.seq_length_is_variable = seq_length_is_variable
 
+    @not_compiled
     def forward(
         self,
         query: Tensor,
@@ -186,6 +188,7 @@ def _rotated(heads: Tensor, rotary: tuple[Tensor, Tensor], batch_dim_idx: int) -
 # -- free functions ----------------------------------------------------------------------------------------------------
 
 
+@not_compiled
 def single_all_to_all(
     input: Tensor,
     scatter_idx: int,
@@ -237,6 +240,7 @@ def single_all_to_all(
     return to_sequence(Route(group, rank, lengths, (heads,), sequence_dim, _HEADS), input)[0]
 
 
+@not_compiled
 def uneven_heads_all2all(
     input: Tensor,
     scatter_idx: int,

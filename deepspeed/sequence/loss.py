@@ -16,11 +16,13 @@ from torch import Tensor
 
 from deepspeed import comm
 from deepspeed.comm import differentiable
+from deepspeed.common.compiling import not_compiled
 from deepspeed.topology import groups
 
 __all__ = ["gathered_sequence", "mean_over_sequence"]
 
 
+@not_compiled
 def mean_over_sequence(loss: Tensor, num_tokens: Tensor | int, group: comm.ProcessGroup | None = None) -> Tensor:
     """Return the mean of `loss` over the tokens of all ranks of a group, the same on all of them.
 
@@ -45,6 +47,7 @@ def mean_over_sequence(loss: Tensor, num_tokens: Tensor | int, group: comm.Proce
     return total[0] / total[1].clamp(min=1)
 
 
+@not_compiled
 def gathered_sequence(part: Tensor, group: comm.ProcessGroup | None) -> Tensor:
     """Put the parts of all ranks one after another along dimension 0; backward adds the gradients of all copies.
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from deepspeed.common.compiling import not_compiled
 from deepspeed.errors import ArgumentError
 from deepspeed.sequence.library import transformers
 from deepspeed.sequence.masks import MaskOfParts, local_mask
@@ -69,7 +70,12 @@ class SharedMask:
         """As transformers calls mask functions."""
         if self.is_core or _type_of(kwargs.get("config")) not in self._attention.of_types:
             return self.core(*args, **kwargs)
-        return MaskOfParts(kwargs.get("attention_mask"), functools.partial(self.core, *args, **kwargs))
+        return _mask_of_parts(kwargs.get("attention_mask"), functools.partial(self.core, *args, **kwargs))
+
+
+@not_compiled
+def _mask_of_parts(padding: Tensor | None, local: Callable[[], Any]) -> MaskOfParts:
+    return MaskOfParts(padding, local)
 
 
 def _type_of(config: Any) -> str:
