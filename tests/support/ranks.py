@@ -39,7 +39,7 @@ PRELOADED = (
     *("torch", "torch._dynamo", "torch.distributed.device_mesh", "numpy", "pydantic", "pytest", "hypothesis"),
     *("deepspeed.api", "deepspeed.engine.build", "deepspeed.topology.groups"),
     *("deepspeed.utils", "deepspeed.zero.access", "deepspeed.zero.init_context"),
-    "transformers.models.llama.modeling_llama",
+    *("transformers.models.llama.modeling_llama", "transformers.trainer"),
 )
 """What a rank finds loaded. A name that cannot be imported would be passed over."""
 
