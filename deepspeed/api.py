@@ -168,7 +168,7 @@ def _cut_layers(model: nn.Module, parsed: DeepSpeedConfig, mesh: ParallelMesh, r
         )
     block = parsed.tensor_parallel
     if max(block.autotp_size, block.tensor_parallel.tp_size) > 1:
-        apply_auto_tp(model, block, mesh.axis("tensor"))
+        apply_auto_tp(model, block, mesh.axis("tensor"), leaves_experts=parsed.expert_parallel.enabled)
 
 
 def _spread_experts(model: nn.Module, parsed: DeepSpeedConfig) -> None:

@@ -31,7 +31,7 @@ from deepspeed.moe.dispatch import Exchange, Ways, from_rows, to_rows
 from deepspeed.moe.experts import expert_group_name
 from deepspeed.moe.gating import pairs_of
 from deepspeed.moe.remaking import remaking
-from deepspeed.moe.stacked import NotStackedError, Stacks, run_experts, stacks_of
+from deepspeed.moe.stacked import NotStackedError, Stacks, is_close, run_experts, stacks_of, two_tokens
 from deepspeed.sharding import Cut
 from deepspeed.topology import groups
 
@@ -344,7 +344,7 @@ def _convert(name: str, module: nn.Module, stacks: Stacks, config: ExpertParalle
     module.__class__ = _spread_class(cast("Any", own))
     made = cast("SpreadExperts", module)
     made.adopt(stacks, ep_size=1, is_grouped=config.use_grouped_mm)
-    if sample is not None and not _is_close(made(*sample), cast("Tensor", expected)):
+    if sample is not None and not is_close(made(*sample), cast("Tensor", expected)):
         module.__class__ = own
         raise UsageError(
             f"expert_parallel: {own.__name__} ({name!r}) has weights like stacked experts, but computes something else than "
@@ -357,20 +357,10 @@ def _convert(name: str, module: nn.Module, stacks: Stacks, config: ExpertParalle
 
 
 def _sample(name: str, module: nn.Module, stacks: Stacks) -> tuple[Tensor, Tensor, Tensor]:
-    """Two tokens, one for the first expert and one for the last, without touching random generators."""
     weights = cast("Tensor", getattr(module, stacks.first))
     if weights.is_meta or not weights.numel():
         raise UsageError(
             f"expert_parallel: {type(module).__name__} ({name!r}) does not say how it computes, and its weights are not "
             "here to try it. Build the model outside deepspeed.zero.Init and with values."
         )
-    width = weights.shape[1 if stacks.is_transposed else 2]
-    hidden_TM = torch.linspace(-1, 1, 2 * width, dtype=weights.dtype, device=weights.device).view(2, width)
-    index_TK = torch.tensor([[0], [stacks.num_experts - 1]], device=weights.device)
-    return hidden_TM, index_TK, torch.tensor([[0.5], [2.0]], dtype=weights.dtype, device=weights.device)
-
-
-def _is_close(found: Tensor, expected: Tensor) -> bool:
-    """Equal but for rounding: products of a few hundred terms, in the dtype of the weights."""
-    bound = 100 * torch.finfo(expected.dtype).eps * expected.norm().item()
-    return found.shape == expected.shape and (found - expected).norm().item() <= bound
+    return two_tokens(module, stacks)

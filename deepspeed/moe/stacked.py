@@ -26,7 +26,16 @@ from torch import Tensor, nn
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.host_products import fast_products
 
-__all__ = ["NotStackedError", "Stacks", "grouped_product", "looped_product", "run_experts", "stacks_of"]
+__all__ = [
+    "NotStackedError",
+    "Stacks",
+    "grouped_product",
+    "is_close",
+    "looped_product",
+    "run_experts",
+    "stacks_of",
+    "two_tokens",
+]
 
 _ALIGNMENT_NBYTES = 16  # of rows, for torch's grouped product
 _BIAS = "_bias"
@@ -135,6 +144,21 @@ def _arguments(module: nn.Module) -> tuple[str, str, str]:
             f"has forward({', '.join(names)}); needed are the tokens, the experts of each (..index..), and their weights"
         )
     return names
+
+
+def two_tokens(module: nn.Module, stacks: Stacks) -> tuple[Tensor, Tensor, Tensor]:
+    """What forward of `module` takes, to try it: a token for the first expert, one for the last. No generator is touched."""
+    weights = cast("Tensor", getattr(module, stacks.first))
+    width = weights.shape[1 if stacks.is_transposed else 2]
+    hidden_TM = torch.linspace(-1, 1, 2 * width, dtype=weights.dtype, device=weights.device).view(2, width)
+    index_TK = torch.tensor([[0], [stacks.num_experts - 1]], device=weights.device)
+    return hidden_TM, index_TK, torch.tensor([[0.5], [2.0]], dtype=weights.dtype, device=weights.device)
+
+
+def is_close(found: Tensor, expected: Tensor) -> bool:
+    """Whether two outputs for such tokens are equal but for rounding: products of a few hundred terms, in their dtype."""
+    bound = 100 * torch.finfo(expected.dtype).eps * expected.norm().item()
+    return found.shape == expected.shape and (found - expected).norm().item() <= bound
 
 
 def run_experts(module: Any, stacks: Stacks, rows_XM: Tensor, rows_per_expert: Sequence[int], *, is_grouped: bool) -> Tensor:

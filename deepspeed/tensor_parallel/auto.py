@@ -1,7 +1,7 @@
 """AutoTP: cut a model that knows nothing of ranks over the tensor axis, in place.
 
     model, config --> rules (`plan`) --.
-    attention, MLPs (`attention`,      +--> `Placement` of each layer --> layers become parts (`layers`)
+    attention, MLPs (`attention`,      +--> `Placement` of each layer --> layers become parts (`layers`, `experts`)
       `search`)                      --'    (which class, which spans)    blocks are told their heads (`attention.adapt`)
                                                                           dropout of parts (`randomness`)
                                                                           the loss over a cut vocabulary (`cross_entropy`)
@@ -24,6 +24,7 @@ from deepspeed.sharding.cut import Cut
 from deepspeed.tensor_parallel.attention import adapt
 from deepspeed.tensor_parallel.cross_entropy import use_vocab_parallel_loss
 from deepspeed.tensor_parallel.entry import Entry, OverlappedEntry
+from deepspeed.tensor_parallel.experts import become_experts
 from deepspeed.tensor_parallel.heads import Parts
 from deepspeed.tensor_parallel.layers import ColumnLinear, CutLayer, RowLinear, become, sum_gradients
 from deepspeed.tensor_parallel.planning import Block, Planned, plan_model
@@ -34,7 +35,7 @@ from deepspeed.topology.mesh import AxisGroup
 __all__ = ["apply_auto_tp"]
 
 
-def apply_auto_tp(model: nn.Module, config: TensorParallelConfig, axis: AxisGroup) -> None:
+def apply_auto_tp(model: nn.Module, config: TensorParallelConfig, axis: AxisGroup, *, leaves_experts: bool = False) -> None:
     """Cut the layers of `model` over the ranks of `axis`; they all call it. Over one rank nothing is done.
 
     The first rank's weights count. Afterwards each rank holds parts: modules that do say so (`cut_axis`, `cuts()`), and
@@ -44,6 +45,7 @@ def apply_auto_tp(model: nn.Module, config: TensorParallelConfig, axis: AxisGrou
         model: whole, on any device.
         config: rules, and what becomes of the output layer.
         axis: whose ranks share each layer: `mesh.axis("tensor")`.
+        leaves_experts: stacked experts stay whole on these ranks: `expert_parallel` spreads them over others.
 
     Raises:
         ArgumentError: there is nothing to cut, or the rules cannot be followed; the text says what would do.
@@ -52,12 +54,12 @@ def apply_auto_tp(model: nn.Module, config: TensorParallelConfig, axis: AxisGrou
     if axis.size == 1:
         return
     _refuse_unfit(model)
-    planned = plan_model(model, config, axis.size)
+    planned = plan_model(model, config, axis.size, leaves_experts=leaves_experts)
     _make_alike(model, axis)
     _Conversion(model, config, axis).run(planned)
     log_dist(
-        f"tensor_parallel: {len(planned.placements)} layers of {type(model).__name__} cut over {axis.size} ranks"
-        + (f"; {len(planned.whole)} blocks stay whole" if planned.whole else "")
+        f"tensor_parallel: {len(planned.placements) + len(planned.experts)} layers of {type(model).__name__} cut over "
+        f"{axis.size} ranks" + (f"; {len(planned.whole)} blocks stay whole" if planned.whole else "")
     )
 
 
@@ -112,9 +114,11 @@ class _Conversion:
                 self._sharers(placement.parts),
                 **attributes,
             )
+        for name, parts in planned.experts.items():
+            become_experts(name, self._model.get_submodule(name), parts, self._axis)
         for name in planned.summed:
             sum_gradients(self._model.get_submodule(name), self._axis)
-        for name in planned.placements:
+        for name in (*planned.placements, *planned.experts):
             self._check_ties(name)
         if self._holds_token_parts:
             hold_token_parts(self._model, planned.blocks, self._axis)

@@ -42,8 +42,10 @@ __all__ = [
     "VocabularyEmbedding",
     "WidthEmbedding",
     "become",
+    "cut_class",
     "part_of",
     "sum_gradients",
+    "sum_into",
 ]
 
 
@@ -134,7 +136,7 @@ class RowLinear(CutLayer):
         if self.scatters_tokens:
             part = differentiable.reduce_scatter(terms, 1, self.axis.group)
             return part if bias is None else part + differentiable.copy(bias, self.axis.group)
-        total: Tensor = _SumInto.apply(terms, self.axis)  # type: ignore[no-untyped-call]
+        total = sum_into(terms, self.axis)
         return total if bias is None else total + bias
 
     def _own_inputs(self, x: Tensor) -> Tensor:
@@ -159,8 +161,7 @@ class VocabularyEmbedding(CutLayer):
             rows = rows.masked_fill(is_foreign.unsqueeze(-1), 0)
         else:
             rows = weight.new_zeros(*ids.shape, weight.shape[1]) + weight.sum()  # a part of the graph, like the others
-        total: Tensor = _SumInto.apply(rows, self.axis)  # type: ignore[no-untyped-call]
-        return total
+        return sum_into(rows, self.axis)
 
 
 class WidthEmbedding(CutLayer):
@@ -199,6 +200,12 @@ class SummedGradients(nn.Module):
 
 
 # -- sums ------------------------------------------------------------------------------------------------------------------
+
+
+def sum_into(terms: Tensor, axis: AxisGroup) -> Tensor:
+    """Return the sum of all ranks' `terms`, which nobody else has seen: it may be made in their memory."""
+    total: Tensor = _SumInto.apply(terms, axis)  # type: ignore[no-untyped-call]
+    return total
 
 
 class _SumInto(torch.autograd.Function):
@@ -275,7 +282,7 @@ def become(
                 f"parameter {name!r} of {type(layer).__name__} has shape {tuple(param.shape)}, where {cut.shape} was "
                 "expected. Another layer shares it and cuts it otherwise: give both the same partition_type."
             )
-    layer.__class__ = _cut_class(cast("Any", kind), cast("Any", type(layer)))
+    layer.__class__ = cut_class(cast("Any", kind), cast("Any", type(layer)))
     made = cast("CutLayer", layer)
     made.axis, made._cuts = axis, cuts
     made._sharers = {name: (_copied(cut, axis.rank), sharers) for name, cut in cuts.items() if sharers is not None}
@@ -290,7 +297,7 @@ def become(
 def sum_gradients(module: nn.Module, axis: AxisGroup) -> None:
     """Make `module`, whose parameters stay whole, one whose gradients are summed over the axis."""
     if not isinstance(module, SummedGradients):
-        module.__class__ = _cut_class(cast("Any", SummedGradients), cast("Any", type(module)))
+        module.__class__ = cut_class(cast("Any", SummedGradients), cast("Any", type(module)))
         cast("SummedGradients", module).axis = axis
 
 
@@ -364,7 +371,7 @@ def _tell_width(layer: CutLayer, cut: Cut) -> None:
 
 
 @cache
-def _cut_class(kind: type[Any], own: type[Any]) -> type[Any]:
+def cut_class(kind: type[Any], own: type[Any]) -> type[Any]:
     """A subclass that goes by the same name, so that what looks for modules by class name finds them."""
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
 
@@ -378,5 +385,5 @@ def _cut_class(kind: type[Any], own: type[Any]) -> type[Any]:
 
 
 def _unfilled(kind: type[Any], own: type[Any], *given: Any) -> Any:
-    made = _cut_class(cast("Any", kind), cast("Any", own))
+    made = cut_class(cast("Any", kind), cast("Any", own))
     return made.__new__(made, *given)

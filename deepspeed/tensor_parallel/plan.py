@@ -143,7 +143,7 @@ _STYLES: Mapping[str, Mapping[str, Any]] = {
     "replicated_with_grad_allreduce": {"kind": "whole", "sum_gradient": True},
     "replicate": {"kind": "whole"},
 }
-"""What transformers calls ways of cutting. Those of experts are absent: experts stay whole."""
+"""What transformers calls ways of cutting. Those of modules of experts are absent: their weights have styles, too."""
 
 _OF_EXPERTS = ("moe_", "ep_", "grouped_", "local")
 
@@ -186,7 +186,11 @@ _LLAMA = (
 PRESETS: dict[str, tuple[Rule, ...]] = {
     "llama": _family("preset_model='llama'", *_LLAMA),
     "qwen2": _family("preset_model='qwen2'", *_LLAMA),
-    "mixtral": _family("preset_model='mixtral'", r"self_attn\.(q|k|v)_proj", r"self_attn\.o_proj"),
+    "mixtral": _family(
+        "preset_model='mixtral'",
+        r"self_attn\.(q|k|v)_proj|experts\.gate_up_proj|experts\.\d+\.(w1|w3)",
+        r"self_attn\.o_proj|experts\.down_proj|experts\.\d+\.w2",
+    ),
     "bloom": _family(
         "preset_model='bloom'",
         r"self_attention\.query_key_value|mlp\.dense_h_to_4h",

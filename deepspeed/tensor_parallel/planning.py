@@ -22,6 +22,7 @@ from deepspeed.common.logging import warn_once
 from deepspeed.config.parallel import PartitionConfig, TensorParallelConfig
 from deepspeed.errors import ArgumentError
 from deepspeed.tensor_parallel.attention import Attention, UnclearError, attention_of
+from deepspeed.tensor_parallel.experts import ExpertParts, expert_parts, find_stacked_experts
 from deepspeed.tensor_parallel.heads import HeadShares, Parts, even_parts
 from deepspeed.tensor_parallel.layers import ColumnLinear, CutLayer, RowLinear, VocabularyEmbedding, WidthEmbedding
 from deepspeed.tensor_parallel.linears import in_features, input_dim, is_linear, out_features, output_dim, whole_shape
@@ -81,39 +82,48 @@ class Planned:
 
     Attributes:
         placements: by name of the layer.
-        blocks: in which they lie.
+        experts: by name of the module of stacked experts.
+        blocks: in which layers lie.
         summed: names of modules that stay whole and see parts.
         whole: names of blocks that could have been cut, and why they are not.
         vocabulary_head: name of an output layer whose outputs stay parts.
     """
 
     placements: dict[str, Placement] = field(default_factory=dict)
+    experts: dict[str, ExpertParts] = field(default_factory=dict)
     blocks: list[Block] = field(default_factory=list)
     summed: list[str] = field(default_factory=list)
     whole: dict[str, str] = field(default_factory=dict)
     vocabulary_head: str | None = None
 
 
-def plan_model(model: nn.Module, config: TensorParallelConfig, ranks: int) -> Planned:
+def plan_model(model: nn.Module, config: TensorParallelConfig, ranks: int, *, leaves_experts: bool = False) -> Planned:
     """Decide. The same on all ranks.
+
+    Args:
+        model: whole.
+        config: rules.
+        ranks: that share each layer.
+        leaves_experts: stacked experts stay whole on every rank, whatever rules say.
 
     Raises:
         ArgumentError: as for `apply_auto_tp`.
     """
-    planner = _Planner(model, config, ranks)
+    planner = _Planner(model, config, ranks, leaves_experts=leaves_experts)
     planner.check()
     planner.place_blocks()
+    planner.place_experts()
     planner.place_rest()
     planner.place_vocabulary()
     for name, reason in planner.planned.whole.items():
         warn_once(("auto_tp", name), "tensor_parallel: %r stays whole on every rank: it %s", name, reason)
-    if not planner.planned.placements:
+    if not planner.planned.placements and not planner.planned.experts:
         raise ArgumentError(planner.nothing_found())
     return planner.planned
 
 
 class _Planner:
-    def __init__(self, model: nn.Module, config: TensorParallelConfig, ranks: int) -> None:
+    def __init__(self, model: nn.Module, config: TensorParallelConfig, ranks: int, *, leaves_experts: bool) -> None:
         self.planned = Planned()
         self._model, self._config, self._ranks = model, config, ranks
         self._own = (
@@ -121,6 +131,9 @@ class _Planner:
         )
         self._grain = config.tensor_parallel.tp_grain_size
         self._modules = dict(model.named_modules())
+        self._stacked, unfit = find_stacked_experts(self._modules)
+        self.planned.whole.update({} if leaves_experts else unfit)
+        self._leaves_experts = leaves_experts
         self._rules = self._all_rules()
         self._searches = self._own.use_default_specs and config.preset_model is None and not config.injection_policy_tuple
 
@@ -166,20 +179,21 @@ class _Planner:
                 self._check_match(rule)
 
     def _check_match(self, rule: Rule) -> None:
-        params = {name: param for name, param in self._model.named_parameters() if rule.pattern.search(name)}
-        for name, param in params.items():
-            owner = name.rpartition(".")[0]
-            if param.dim() > 2:
-                raise ArgumentError(
-                    f"{rule.source}: {name!r} has shape {tuple(param.shape)}: stacked experts are not cut over "
-                    "tensor-parallel ranks. Spread them over ranks with expert_parallel, and let the pattern leave "
-                    f"{owner!r} out."
-                )
+        params = {
+            name: param
+            for name, param in self._model.named_parameters()
+            if rule.pattern.search(name) or (param.dim() > 2 and rule.matches(name))
+        }
+        stacked = {name: tuple(param.shape) for name, param in params.items() if param.dim() > 2}
+        for name, shape in stacked.items():
+            self._check_stacked(rule, name, shape)
         matched = [name for name in self._modules if rule.matches(name)]
         for name in matched:
             if first_match(self._rules, name) is rule:
                 self._check_layer(rule, name)
-        if any(is_linear(self._modules[name]) or isinstance(self._modules[name], nn.Embedding) for name in matched):
+        if stacked or any(
+            is_linear(each) or isinstance(each, nn.Embedding) for each in map(self._modules.get, matched) if each
+        ):
             return
         if params:
             raise ArgumentError(
@@ -191,6 +205,28 @@ class _Planner:
             f"{', '.join(name for name, _ in list(self._model.named_parameters())[:4])}, ... Correct the pattern, or "
             "leave it out."
         )
+
+    def _check_stacked(self, rule: Rule, name: str, shape: tuple[int, ...]) -> None:
+        """Refuse a user's rule that a parameter of more than two dimensions cannot follow."""
+        owner, _, key = name.rpartition(".")
+        stacks = self._stacked.get(owner)
+        if stacks is None:
+            raise ArgumentError(
+                f"{rule.source}: {name!r} has shape {shape}, and parameters of more than two dimensions are cut in modules "
+                "of stacked experts alone: gate_up_proj or up_proj, and down_proj, with forward(tokens, experts of each, "
+                f"weights). Let the pattern leave {owner!r} out."
+            )
+        needed = {stacks.first: "column", stacks.last: "row"}[key]
+        if rule.kind != needed:
+            raise ArgumentError(
+                f"{rule.source}: partition_type={rule.kind!r} for {name!r} of stacked experts, where {stacks.first} makes "
+                f"the parts and {stacks.last} sums them. Use partition_type={needed!r} for it."
+            )
+        if rule.shape is not None or rule.dim is not None or rule.gather_output:
+            raise ArgumentError(
+                f"{rule.source}: shape, partition_dim or gather_output for {name!r} of stacked experts, whose module says "
+                "how gate and up lie in it. Leave them out."
+            )
 
     def _check_layer(self, rule: Rule, name: str) -> None:
         """Refuse a user's rule that its layer cannot follow."""
@@ -322,6 +358,28 @@ class _Planner:
             self._put(name, ColumnLinear, parts, entry=f"{mlp.name}:{mlp.columns[0]}", gather_output=False)
         self._put(mlp.row, RowLinear, even_parts(width, self._ranks, self._grain), split_input=False)
         self.planned.blocks.append(Block(mlp.name, mlp.columns, mlp.row))
+
+    # -- experts
+
+    def place_experts(self) -> None:
+        """Stacked ones: their inner width is cut."""
+        for name, stacks in self._stacked.items() if not self._leaves_experts else ():
+            kinds = {f"{name}.{key}": self._kind_of_stack(f"{name}.{key}") for key in (stacks.first, stacks.last)}
+            first, last = kinds.values()
+            is_cut = self._searches if first is None and last is None else (first, last) == ("column", "row")
+            if not is_cut and {first, last} & {"column", "row"}:
+                raise ArgumentError(
+                    f"tensor_parallel: of the experts {name!r}, rules cut {_list(kinds, 'column', 'row')} and leave "
+                    f"{_list(kinds, None, 'whole')} whole. They go together: cut {stacks.first} as 'column' and "
+                    f"{stacks.last} as 'row', or none."
+                )
+            if is_cut:
+                self.planned.experts[name] = expert_parts(self._modules[name], stacks, self._ranks, self._grain)
+
+    def _kind_of_stack(self, name: str) -> str | None:
+        """What rules say of stacked weights, which have no `.weight` to their name."""
+        rule = next((rule for rule in self._rules if rule.matches(name) or rule.pattern.search(name)), None)
+        return None if rule is None else rule.kind
 
     # -- one by one
 

@@ -131,7 +131,7 @@ class AutoTPPresets:
 
     @classmethod
     def mixtral(cls) -> AutoTPConfig:
-        """Mixtral's attention; experts stay whole."""
+        """Mixtral's attention and experts."""
         return cls.get_preset("mixtral")
 
     @classmethod

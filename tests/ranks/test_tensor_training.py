@@ -104,7 +104,16 @@ def _compare(world_size: int, family: str, tensor: int, stage: int, more: dict[s
 
 @pytest.mark.parametrize(
     ("family", "world_size", "tensor"),
-    [("llama", 2, 2), ("llama", 4, 2), ("llama_tied", 4, 2), ("gpt2", 4, 2), ("gemma", 4, 4), ("falcon_mqa", 4, 2)],
+    [
+        ("llama", 2, 2),
+        ("llama", 4, 2),
+        ("llama_tied", 4, 2),
+        ("gpt2", 4, 2),
+        ("gemma", 4, 4),
+        ("falcon_mqa", 4, 2),
+        ("mixtral", 4, 2),
+        ("qwen2_moe", 2, 2),
+    ],
 )
 def test_families_train_as_one_process_does(family: str, world_size: int, tensor: int) -> None:
     for wrong in run_ranks(_train, world_size, family, tensor, (0, 1, 2, 3), {}, timeout_seconds=120):

@@ -1,7 +1,7 @@
 """Small models of Hugging Face's families, built offline, that compute in float64 throughout.
 
 Their norms and softmaxes go through float32 as written, which would hide differences below 1e-7: in the modules of these
-families `torch.float32` is made to mean float64 while a test runs.
+families `torch.float32` is made to mean float64 while a test runs, and so is a tensor's `float()` (routers).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -92,6 +93,38 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family(
         "mixtral", "MixtralForCausalLM", ("MixtralConfig", {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2})
     ),
+    "mixtral_odd": Family(
+        "mixtral",
+        "MixtralForCausalLM",
+        ("MixtralConfig", {**_LLAMA, "intermediate_size": 3, "num_local_experts": 5, "num_experts_per_tok": 3}),
+    ),
+    "qwen2_moe": Family(
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        (
+            "Qwen2MoeConfig",
+            {
+                **{**_LLAMA, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 9, "num_experts": 4},
+                **{"num_experts_per_tok": 2, "decoder_sparse_step": 1, "norm_topk_prob": True},
+            },
+        ),
+    ),
+    "qwen3_moe": Family(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        (
+            "Qwen3MoeConfig",
+            {**_LLAMA, "head_dim": 8, "moe_intermediate_size": 10, "num_experts": 4, "num_experts_per_tok": 2},
+        ),
+    ),
+    "gpt_oss": Family(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        (
+            "GptOssConfig",
+            {**_LLAMA, "head_dim": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
+        ),
+    ),
     "phi": Family(
         "phi",
         "PhiForCausalLM",
@@ -152,8 +185,8 @@ def build(name: str, **changes: Any) -> Any:
         config._experts_implementation = "eager"  # the grouped product has no float64
         model: nn.Module = getattr(model_module, family.model)(config)
         with torch.no_grad():
-            for param in model.parameters():
-                if param.dim() == 1:  # biases of zero and norms of one would hide mistakes
+            for key, param in model.named_parameters():
+                if param.dim() == 1 or key.endswith("_bias"):  # biases of zero and norms of one would hide mistakes
                     param.add_(0.3 * torch.randn(param.shape))
     return model.double()
 
@@ -192,7 +225,7 @@ class _Double:
     """`torch`, in which float32 means float64."""
 
     def __getattr__(self, name: str) -> Any:
-        return torch.float64 if name == "float32" else getattr(torch, name)
+        return torch.float64 if name in ("float32", "float") else getattr(torch, name)
 
 
 @contextmanager
@@ -200,9 +233,5 @@ def double_throughout(name: str) -> Iterator[None]:
     """Let the code of a family compute in float64 where it says float32."""
     family = FAMILIES[name].module
     module: Any = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    kept = module.torch
-    module.torch = _Double()
-    try:
+    with patch.object(module, "torch", _Double()), patch.object(Tensor, "float", Tensor.double):
         yield
-    finally:
-        module.torch = kept

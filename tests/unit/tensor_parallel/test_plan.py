@@ -148,4 +148,7 @@ def test_presets_name_the_layers_of_their_families() -> None:
     assert up is not None
     assert down is not None
     assert (up.kind, down.kind) == ("column", "row")
-    assert first_match(PRESETS["mixtral"], "model.layers.0.mlp.experts.gate_up_proj") is None
+    experts = [
+        first_match(PRESETS["mixtral"], f"layers.0.mlp.experts.{key}") for key in ("gate_up_proj", "down_proj", "2.w3")
+    ]
+    assert [rule and rule.kind for rule in experts] == ["column", "row", "column"]
