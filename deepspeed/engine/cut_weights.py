@@ -25,7 +25,7 @@ from deepspeed.topology.mesh import AxisGroup
 if TYPE_CHECKING:
     from deepspeed.engine.parts import EngineParts
 
-__all__ = ["CutWeights", "parts_together"]
+__all__ = ["CutWeights", "expert_parts_together", "parts_together"]
 
 
 def parts_together(own: WholeWeights, parts: EngineParts) -> WholeWeights | CutWeights:
@@ -34,6 +34,15 @@ def parts_together(own: WholeWeights, parts: EngineParts) -> WholeWeights | CutW
     if mesh.axis("tensor").size == 1:
         return own
     return CutWeights(own, parts.cuts, mesh.axis("tensor"), parts.device, is_sent=mesh.zero_group.rank == 0)
+
+
+def expert_parts_together(own: WholeWeights, parts: EngineParts) -> WholeWeights | CutWeights:
+    """The same for experts that are spread over ranks: on the first tensor-parallel rank beside each of rank 0's fellows."""
+    tensor, experts = parts.mesh.axis("tensor"), parts.mesh.axis("expert")
+    if tensor.size == 1:
+        return own
+    first_beside = experts.ranks[0] - tensor.ranks[tensor.rank] + tensor.ranks[0]  # places are sums of those on each axis
+    return CutWeights(own, parts.cuts, tensor, parts.device, is_sent=first_beside == 0)
 
 
 class CutWeights:

@@ -47,7 +47,7 @@ class ExpertWeights:
         self,
         dense: WholeWeights | CutWeights,
         stacked: CutWeights,
-        experts: WholeWeights,
+        experts: WholeWeights | CutWeights,
         axis: AxisGroup,
         device: torch.device,
     ) -> None:

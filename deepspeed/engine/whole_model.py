@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from deepspeed.checkpoint.agreement import ranks_of, together
 from deepspeed.checkpoint.export.model_file import write_model_file
-from deepspeed.engine.cut_weights import CutWeights, parts_together
+from deepspeed.engine.cut_weights import CutWeights, expert_parts_together, parts_together
 from deepspeed.engine.expert_weights import ExpertWeights
 from deepspeed.engine.stage_weights import StageWeights
 from deepspeed.engine.weights import some_names
@@ -196,4 +196,4 @@ class WholeModelMembers:
         )
         axis = parts.mesh.axis("expert")
         stacks = CutWeights(stacked, parts.cuts, axis, parts.device, is_sent=axis.ranks[0] == 0)
-        return ExpertWeights(parts_together(dense, parts), stacks, experts, axis, parts.device)
+        return ExpertWeights(parts_together(dense, parts), stacks, expert_parts_together(experts, parts), axis, parts.device)

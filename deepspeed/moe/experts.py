@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from deepspeed.errors import ArgumentError
 from deepspeed.ops.host_products import fast_products
+from deepspeed.optim.clip import MARKS_OF_PARTS
 
 __all__ = ["Experts", "LocalExperts", "expert_group_name"]
 
@@ -113,7 +114,7 @@ class Experts(nn.Module):
         if num_local_experts < 1:
             raise ArgumentError(f"num_local_experts={num_local_experts}: a rank holds at least 1 expert.")
         self.expert_group_name = expert_group_name
-        copies = [copy.deepcopy(expert) for _ in range(num_local_experts)]
+        copies = [_copied(expert) for _ in range(num_local_experts)]
         self.deepspeed_experts = LocalExperts(copies, is_part=self.is_spread)
         self.num_local_experts = num_local_experts
         self.mark()
@@ -149,6 +150,16 @@ class Experts(nn.Module):
         with fast_products(rows_RM.device):
             outputs = [_first(expert(rows)) for expert, rows in zip(self.deepspeed_experts, stretches, strict=True)]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _copied(expert: nn.Module) -> nn.Module:
+    """A deep copy, with the marks of tensor-parallel parts, which torch's copy of a parameter has lost."""
+    made = copy.deepcopy(expert)
+    for given, param in zip(expert.parameters(), made.parameters(), strict=True):
+        for mark in MARKS_OF_PARTS:
+            if hasattr(given, mark):
+                setattr(param, mark, getattr(given, mark))
+    return made
 
 
 def _first(output: Tensor | tuple[Tensor, ...]) -> Tensor:

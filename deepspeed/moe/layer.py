@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed import comm
-from deepspeed.errors import ArgumentError, UnbuiltFeatureError, UsageError
+from deepspeed.errors import ArgumentError, UsageError
 from deepspeed.moe.dispatch import Exchange, Ways, from_rows, to_rows
 from deepspeed.moe.experts import Experts, expert_group_name
 from deepspeed.moe.gate import TopKGate
@@ -156,7 +156,8 @@ class MoE(nn.Module):
         drop_tokens: drop what is beyond the capacity; a dropped token gets zeros from that expert. False: keep all.
         use_rts: with k = 1, a full expert keeps tokens drawn at random while training, in place of the first ones.
         use_tutel: accepted; rows are sorted by expert in any case, which is what Tutel brings.
-        enable_expert_tensor_parallelism: accepted while no rank shares matrices with another.
+        enable_expert_tensor_parallelism: accepted; experts whose layers hold parts of matrices are told by the layers
+            themselves (AutoTP's, or Megatron-style marks on parameters), and all tensor-parallel ranks see every token.
         top2_2nd_expert_sampling: with k = 2, the second expert is a sample, while training.
         z_loss_weight: this times the router z-loss (ST-MoE, arXiv:2202.08906) is added to `l_aux`; ours. About 0.1 with a
             factor of 0.01 on `l_aux`.
@@ -240,16 +241,10 @@ class MoE(nn.Module):
             ArgumentError: `ep_size` does not divide the number of data-parallel ranks.
             CommError: there is no process group.
             UsageError: experts were loaded for an axis of other ranks.
-            UnbuiltFeatureError: tensor parallelism inside experts was asked for.
         """
         if self.ep_size == 1:
             return
         mesh = self._mesh(use_data_before_expert_parallel_)
-        if self.enable_expert_tensor_parallelism and mesh.sizes["tensor"] > 1:
-            raise UnbuiltFeatureError(
-                f"enable_expert_tensor_parallelism over {mesh.sizes['tensor']} tensor-parallel ranks: experts that share "
-                "matrices are not built yet. Leave it out: each tensor-parallel rank then holds whole experts."
-            )
         axis, experts = mesh.axis("expert"), cast("Experts", self.deepspeed_moe.experts)
         self._refuse_other_ranks(axis, experts)
         self.deepspeed_moe.set_expert_axis(axis)

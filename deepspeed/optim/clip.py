@@ -105,6 +105,10 @@ def _norm(gradient: Tensor, norm_type: float) -> Tensor:
     return norm
 
 
+MARKS_OF_PARTS = ("model_parallel", "tensor_model_parallel", "partition_dim", "partition_stride")
+"""What Megatron-style code sets on parameters of which a rank holds a part."""
+
+
 def is_model_parallel(p: Tensor) -> bool:
     """Whether model-parallel ranks hold different pieces of `p`; the marks are Megatron's."""
     return bool(getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False))

@@ -91,3 +91,12 @@ def test_of_a_tuple_the_first_is_the_output() -> None:
 def test_a_rank_without_experts_is_refused() -> None:
     with pytest.raises(ArgumentError, match="num_local_experts=0"):
         Experts(nn.Linear(4, 4), 0)
+
+
+def test_copies_keep_the_marks_of_tensor_parallel_parts() -> None:
+    expert = nn.Linear(2, 3)
+    expert.weight.tensor_model_parallel, expert.weight.partition_dim = True, 0  # type: ignore[attr-defined]
+    for made in Experts(expert, 2).deepspeed_experts:
+        assert vars(made.weight)["tensor_model_parallel"]
+        assert vars(made.weight)["partition_dim"] == 0
+        assert "partition_dim" not in vars(made.bias)
