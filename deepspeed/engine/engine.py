@@ -139,6 +139,8 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, SavingMembers, LoadingMem
         scaled = parts.loss_guard.scale(loss, accumulation.loss_factor(scale_wrt_gas=scale_wrt_gas))
         report.add_loss(loss, 1.0 if scale_wrt_gas else float(divisor))
         report.mark("before backward")
+        if accumulation.is_step_boundary:
+            parts.same_inputs.ask()
         timers(BACKWARD).start()
         timers(BACKWARD_INNER).start()
 
@@ -193,6 +195,7 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, SavingMembers, LoadingMem
         parts.report.mark("before step")
         self._settle()
         self._refuse_changed_freezing()
+        parts.same_inputs.before_update()
         if parts.coordinator is not None:
             parts.coordinator.before_update()
         outcome = self.optimizer.update(self.global_steps + 1)

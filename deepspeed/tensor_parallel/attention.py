@@ -40,8 +40,19 @@ _POSITION_BIAS = "relative_attention_bias"
 Layout = Literal["separate", "sections", "groups", "query_and_pair"]
 
 
+_SAY_HEADS = f"Let the block say it in an integer attribute, one of {', '.join(_HEADS)}"
+
+
 class UnclearError(Exception):
-    """Why a block that looks like attention cannot be cut."""
+    """Why a block that looks like attention cannot be cut.
+
+    Attributes:
+        cure: what would make it clear; None: nothing but another block would.
+    """
+
+    def __init__(self, reason: str, cure: str | None = None) -> None:
+        super().__init__(reason)
+        self.cure = cure
 
 
 @dataclass(frozen=True)
@@ -145,7 +156,9 @@ def _projections(kind: str, children: dict[str, nn.Module], sections: bool) -> t
             return "sections", (fused,)
         if kind.startswith(_GROUPS):
             return "groups", (fused,)
-        raise UnclearError(f"has a fused projection {fused!r} in an order that is not known")
+        raise UnclearError(
+            f"has a fused projection {fused!r} in an order that is not known", "Give the fused parts of it by 'shape'"
+        )
     return None, ()
 
 
@@ -160,11 +173,11 @@ def _heads(block: nn.Module, layout: Layout, columns: list[nn.Module]) -> _Count
         if head_dim is None and query_heads:
             head_dim = widths[0] // query_heads
         if not head_dim or widths[0] % head_dim or key_width % head_dim:
-            raise UnclearError(f"does not say its number of heads, with projections {widths} wide")
+            raise UnclearError(f"does not say its number of heads, with projections {widths} wide", _SAY_HEADS)
         counts = _Counts(widths[0] // head_dim, key_width // head_dim, head_dim)
     else:
         if not query_heads:
-            raise UnclearError("does not say its number of heads")
+            raise UnclearError("does not say its number of heads", _SAY_HEADS)
         key_heads = _key_heads(block, config) or query_heads
         head_dim = head_dim or widths[0] // (query_heads + 2 * key_heads)
         counts = _Counts(query_heads, key_heads, head_dim)
@@ -194,7 +207,10 @@ def _row(model: nn.Module, name: str, children: dict[str, nn.Module], width: int
         child = None
     if child is not None and is_linear(child) and in_features(child) == width:
         return beside
-    raise UnclearError(f"has no projection of its {width} outputs under one of the names {', '.join(_OUTPUTS)}")
+    names = ", ".join(_OUTPUTS)
+    raise UnclearError(
+        f"has no projection of its {width} outputs under one of the names {names}", "Name its output layer one of these"
+    )
 
 
 def _norms(name: str, block: nn.Module, known: set[str], head_dim: int) -> Iterator[str]:

@@ -68,6 +68,11 @@ def _refuse_unfit(model: nn.Module) -> None:
         if isinstance(module, CutLayer):
             raise UsageError(f"tensor_parallel: {name!r} was cut by an earlier deepspeed.initialize. Build the model anew.")
     for name, param in model.named_parameters():
+        if param.is_meta:
+            raise UsageError(
+                f"tensor_parallel: parameter {name!r} is on the meta device, and parts are taken from values. Give it "
+                "values first: build it without torch.device('meta'), or model.to_empty(device=...) and load_state_dict()."
+            )
         shape = getattr(param, "ds_shape", None)
         if shape is not None and param.numel() != math.prod(shape):
             raise UsageError(

@@ -296,7 +296,7 @@ class _Planner:
             found = attention_of(self._model, name, sections=any(rule is not None and rule.shape for rule in rules))
             shares = None if found is None else found.shares(self._ranks)
         except UnclearError as reason:
-            self._leave(name, children, str(reason))
+            self._leave(name, children, str(reason), reason.cure)
             return
         if found is None or shares is None or not self._takes((*found.columns, found.row), f"the attention {name!r}"):
             return
@@ -309,15 +309,15 @@ class _Planner:
         self.planned.summed.extend(found.norms)
         self.planned.blocks.append(Block(name, found.columns, found.row, found, shares))
 
-    def _leave(self, name: str, children: Iterable[str], reason: str) -> None:
+    def _leave(self, name: str, children: Iterable[str], reason: str, cure: str | None = None) -> None:
         """Attention that is not understood stays whole, unless the user has said otherwise."""
         for child in children:
             full = f"{name}.{child}" if name else child
             rule = first_match(self._rules, full)
             if rule is not None and rule.is_own and rule.kind != "whole":
                 raise ArgumentError(
-                    f"{rule.source}: {full!r} cannot be cut: {name!r} {reason}. Use partition_type 'skip' for its layers, "
-                    "or give the fused parts of its projection by 'shape'."
+                    f"{rule.source}: {full!r} cannot be cut: {name!r} {reason}. {f'{cure}, or use' if cure else 'Use'} "
+                    "partition_type 'skip' for its layers."
                 )
         self.planned.whole[name] = reason
         self._kept_whole(f"{name}.{child}" if name else child for child in children)
@@ -400,6 +400,7 @@ class _Planner:
                 self._place_embedding(name, module, rule)
             elif not self._is_head(name):
                 self._place_linear(name, module, rule)
+        self._refuse_halves()
         if self._own.strict_mode and (unmatched or self.planned.whole):
             names = [*unmatched, *self.planned.whole]
             raise ArgumentError(
@@ -407,6 +408,40 @@ class _Planner:
                 f"{f' and {len(names) - 8} more' if len(names) > 8 else ''}. Add them to layer_specs, with partition_type "
                 "'skip' for what stays whole."
             )
+
+    def _refuse_halves(self) -> None:
+        """Refuse a user's rules that make parts which nothing sums, or sum what nothing makes, outside of known blocks.
+
+        Looked at in each item of a list of layers for itself. Where all is said is known when the model runs, not here: so
+        this asks for one of each, and no more.
+        """
+        known = {name for block in self.planned.blocks for name in (*block.columns, block.row)}
+        ends: dict[str, dict[str, str]] = {}
+        for name, placement in self.planned.placements.items():
+            rule = first_match(self._rules, name)
+            if name in known or rule is None or not rule.is_own or not rule.needs_neighbours:
+                continue
+            if placement.kind in (ColumnLinear, RowLinear):
+                ends.setdefault(self._item_of(name), {}).setdefault(rule.kind, name)
+        for found in ends.values():
+            for kind, other in (("column", "row"), ("row", "column")):
+                if kind in found and other not in found:
+                    rule = first_match(self._rules, found[kind])
+                    assert rule is not None  # placed by it
+                    alone = "gather_output: true" if kind == "column" else "partition_type 'skip'"
+                    raise ArgumentError(
+                        f"{rule.source}: {found[kind]!r} is a {kind}, and no layer beside it is a {other}: between the two "
+                        f"activations are parts. Add a rule with partition_type {other!r} for the layer that "
+                        f"{'takes its outputs' if kind == 'column' else 'makes its inputs'}, or use {alone} for this one."
+                    )
+
+    def _item_of(self, name: str) -> str:
+        """The item of the outermost list of modules that a layer lies in, unless it is that item itself; else the model."""
+        parts = name.split(".")
+        for count in range(1, len(parts) - 1):
+            if isinstance(self._modules[".".join(parts[:count])], nn.ModuleList):
+                return ".".join(parts[: count + 1])
+        return ""
 
     def _sum_if_asked(self, name: str, module: nn.Module) -> None:
         rule = first_match(self._rules, name) if any(True for _ in module.parameters(recurse=False)) else None

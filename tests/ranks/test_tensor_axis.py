@@ -73,6 +73,28 @@ def test_tensor_parallel_ranks_that_see_other_data_are_told() -> None:
     )
 
 
+def _go_on_with_other_data(rank: int, world_size: int) -> None:
+    """Alike at first; the second micro-batch of the second step differs in the last bit of one number."""
+    unit = TensorUnit(2)
+    model: CutNet = cut_net().cut(unit.get_model_parallel_rank(), 2, unit.get_model_parallel_group())
+    engine = make_engine(model, config(2, ROWS), mpu=unit, optimizer=_adam(model.parameters()))
+    for micro in range(4):
+        inputs, targets = model.batch(ROWS, seed=micro)
+        if micro == 3 and rank == 1:
+            inputs[-1, -1] = torch.nextafter(inputs[-1, -1], torch.tensor(torch.inf, dtype=inputs.dtype))
+        engine.backward(engine(inputs, targets))
+        if micro < 3:
+            engine.step()
+    before = [param.detach().clone() for param in model.parameters()]
+    with pytest.raises(CommError, match="different inputs"):
+        engine.step()
+    assert all(torch.equal(value, param) for value, param in zip(before, model.parameters(), strict=True))
+
+
+def test_other_data_later_is_noticed_before_weights_change() -> None:
+    run_ranks(_go_on_with_other_data, 2)
+
+
 def _random_after_start(rank: int, world_size: int) -> float:
     torch.manual_seed(rank)
     unit = TensorUnit(2)

@@ -90,3 +90,25 @@ _GROUPS = [list(FAMILIES)[first::3] for first in range(3)]
 def test_every_family_trains_as_one_process_does(names: list[str], size: int) -> None:
     for found in run_ranks(_families, size, names, size, timeout_seconds=120, init=False):
         assert all(count > 4 for count in found.values()), found
+
+
+WAYS: list[tuple[str, dict[str, Any], int]] = [
+    *((name, {"preset_model": name}, 14) for name in ("llama", "qwen2", "bloom")),
+    ("phi3", {"preset_model": "phi3"}, 8),
+    ("mixtral", {"preset_model": "mixtral"}, 12),
+    ("llama", {"injection_policy_tuple": ("self_attn.o_proj", "mlp.down_proj")}, 14),
+    ("gpt2", {"injection_policy_tuple": ("attn.c_proj", "mlp.c_proj")}, 8),
+    ("bert", {"injection_policy_tuple": ("attention.output.dense", "output.dense")}, 12),
+]
+"""Family, what says where to cut, and the fewest parameters that are then parts."""
+
+
+def _ways(rank: int, world_size: int) -> list[tuple[str, str, int]]:
+    axis = tensor_axis(world_size)
+    return [(name, next(iter(keys)), train_alike(name, axis, keys, {})) for name, keys, _ in WAYS]
+
+
+def test_presets_and_names_of_rows_train_as_one_process_does() -> None:
+    for found in run_ranks(_ways, 2, timeout_seconds=120, init=False):
+        few = [(*each, least) for each, (_, _, least) in zip(found, WAYS, strict=True) if each[2] < least]
+        assert few == []

@@ -267,6 +267,11 @@ _REFUSED: list[tuple[dict[str, Any], str]] = [
         r"injection_policy_tuple has 5; needed names of layers",
     ),
     ({"specs": RULES, "vocab_parallel_ce_backend": "liger"}, r"vocab_parallel_ce_backend='liger'.*Use \"torch\""),
+    (
+        {"specs": RULES[:1]},
+        r"layer_specs\[0\]: 'first' is a column, and no layer beside it is a row.*'row' for the layer that takes",
+    ),
+    ({"specs": [RULES[1]]}, r"'last' is a row, and no layer beside it is a column.*'column'.*'skip'"),
     ({"specs": []}, r"no layer of Net is cut.*Say which layers.*layer_specs"),
     ({"specs": [spec("nowhere", "column")]}, r"layer_specs\[0\]: .*nowhere.* matches no parameter of Net.*table.weight"),
     ({"specs": RULES[:2], "rules": {"strict_mode": True}}, r"strict_mode: no rule matches 'heads', 'back', 'out'.*'skip'"),
@@ -277,6 +282,13 @@ _REFUSED: list[tuple[dict[str, Any], str]] = [
         r"vocab_parallel_lm_head=True, but Net has no linear layer named lm_head",
     ),
 ]
+
+
+_UNKNOWN = {
+    ("proj", _WIDTH): r"does not say its number of heads. Let the block say it.* num_heads,.*or use",
+    ("final", _WIDTH): r"has no projection of its 6 outputs.* Name its output layer one of these, or use",
+}
+"""(Name and inputs of the last layer) of attention whose fused projection a rule describes -> what is missing."""
 
 
 def _refused(rank: int, world_size: int) -> None:
@@ -293,10 +305,23 @@ def _refused(rank: int, world_size: int) -> None:
     tied.out.weight = tied.table.weight
     with pytest.raises(ArgumentError, match=r"'out' is cut and shares 'weight' with 'table'.*cut both"):
         apply_auto_tp(tied, settings(world_size, [spec("out", "column", gather_output=True)]), axis)
+    with torch.device("meta"):
+        empty = Net()
+    with pytest.raises(UsageError, match=r"'table.weight' is on the meta device.*to_empty.*load_state_dict"):
+        apply_auto_tp(empty, settings(world_size, RULES), axis)
+    for (name, width), message in _UNKNOWN.items():
+        odd = net()
+        odd.odd = nn.Module()
+        odd.odd.qkv = nn.Linear(_WIDTH, 3 * _WIDTH)
+        setattr(odd.odd, name, nn.Linear(width, _WIDTH))
+        odd.odd.num_heads = 2 if name != "proj" else None
+        rules = [spec("odd.qkv", "column", shape=[3, -1]), spec(f"odd.{name}", "row")]
+        with pytest.raises(ArgumentError, match=rf"'odd.qkv' cannot be cut: 'odd' {message}.*'skip' for its layers"):
+            apply_auto_tp(odd, settings(world_size, rules), axis)
     experts = net()
     experts.experts = nn.Module()
     experts.experts.weight = nn.Parameter(torch.zeros(2, 3, 4))
-    with pytest.raises(ArgumentError, match=r"'experts.weight' has shape \(2, 3, 4\).*expert_parallel"):
+    with pytest.raises(ArgumentError, match=r"'experts.weight' has shape \(2, 3, 4\).*experts alone.*leave 'experts' out"):
         apply_auto_tp(experts, settings(world_size, [spec("experts", "column")]), axis)
 
 
