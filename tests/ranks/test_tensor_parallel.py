@@ -93,7 +93,7 @@ def test_every_family_trains_as_one_process_does(names: list[str], size: int) ->
 
 
 WAYS: list[tuple[str, dict[str, Any], int]] = [
-    *((name, {"preset_model": name}, 14) for name in ("llama", "qwen2", "bloom")),
+    *((name, {"preset_model": name}, 12) for name in ("llama", "qwen2", "bloom")),
     ("phi3", {"preset_model": "phi3"}, 8),
     ("mixtral", {"preset_model": "mixtral"}, 12),
     ("llama", {"injection_policy_tuple": ("self_attn.o_proj", "mlp.down_proj")}, 14),
