@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.data import IterableDataset
 
 from deepspeed import comm
 from deepspeed.errors import ArgumentError
@@ -25,6 +26,21 @@ from deepspeed.sequence.exchange import Lengths
 __all__ = ["UlyssesSPDataLoaderAdapter", "own_part", "pad_batch"]
 
 logger = logging.getLogger(__name__)
+
+# [Note: a loader made of this one] To go on in the middle of an epoch, Accelerate and the Trainer make a loader anew out of
+# what a loader says of itself (dataset, batch sampler, collate_fn, workers), without the batches that have been. Of an
+# adapter that would be a loader of whole batches, and each rank would train on other tokens than its part. So an adapter
+# says what a loader of *its parts* is made of: the batch sampler moves the adapter on and gives no index, so the dataset
+# is asked for nothing, and `collate_fn` gives the part. All in this process: fetching is collective.
+_ALONE: dict[str, Any] = {
+    "num_workers": 0,
+    "prefetch_factor": None,
+    "persistent_workers": False,
+    "timeout": 0,
+    "worker_init_fn": None,
+    "multiprocessing_context": None,
+}
+_OF_STREAM: dict[str, Any] = {"batch_size": None, "drop_last": False}
 
 IGNORED = -100
 _NEEDED = ("input_ids", "labels", "position_ids")
@@ -139,16 +155,38 @@ class UlyssesSPDataLoaderAdapter:
         self._uneven = uneven
         self._batches: Iterator[Mapping[str, Any]] | None = None
         self._parts: deque[dict[str, Any]] = deque()
+        self.part: dict[str, Any] | None = None
 
     def __len__(self) -> int:
         """Batches of parts in one pass: those of all ranks."""
         return len(self.dl) * self.sp_world_size  # type: ignore[arg-type]  # a loader without a length says so
 
     def __getattr__(self, name: str) -> Any:
-        """What else the loader has: its dataset, sampler, set_epoch, ..."""
+        """What else the loader has: its dataset, sampler, set_epoch, ...; and see [Note: a loader made of this one]."""
         if name == "dl":  # not there yet: a copy or a pickle is being made
             raise AttributeError(name)
-        return getattr(self.dl, name)
+        value = getattr(self.dl, name)
+        if name in _ALONE:
+            return _ALONE[name]
+        if name == "batch_sampler" or (name == "sampler" and _has_no_batch_sampler(self.dl)):
+            return PartsInTurn(self)
+        if name == "dataset" and isinstance(value, IterableDataset):
+            return PartsOfStream(self)
+        if isinstance(self._dataset, IterableDataset) and name in _OF_STREAM:
+            return _OF_STREAM[name]
+        return value
+
+    @property
+    def collate_fn(self) -> Callable[[Any], Any]:
+        """What the loaders of that note call: it gives the part that is there."""
+        return self._given
+
+    def _given(self, samples: Any) -> Any:
+        return samples if isinstance(samples, Mapping) else self.part
+
+    @property
+    def _dataset(self) -> Any:
+        return getattr(self.dl, "dataset", None)
 
     def __iter__(self) -> UlyssesSPDataLoaderAdapter:
         """Start anew."""
@@ -166,7 +204,8 @@ class UlyssesSPDataLoaderAdapter:
         """
         if not self._parts:
             self.refill()
-        return self._parts.popleft()
+        self.part = self._parts.popleft()
+        return self.part
 
     def refill(self) -> None:
         """Fetch one batch on every rank and bring them together. Every rank of the group must call it.
@@ -204,6 +243,53 @@ class UlyssesSPDataLoaderAdapter:
                     "make the adapter with uneven=True."
                 )
         self._parts.extend(own_part(each, self.sp_rank, self.sp_world_size) for each in batches)
+
+
+class PartsInTurn:
+    """The `batch_sampler` of an adapter: as many batches of indices as there are parts, and each of them is empty.
+
+    Whoever goes through it moves the adapter on. It has what the loader's own batch sampler has besides.
+    """
+
+    def __init__(self, adapter: UlyssesSPDataLoaderAdapter) -> None:
+        self._adapter = adapter
+
+    def __len__(self) -> int:
+        """Parts in one pass."""
+        return len(self._adapter)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Start anew."""
+        for _ in self._adapter:
+            yield []
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the loader and its samplers, whichever can be told: a loader made of this one has no other way to."""
+        outer = getattr(self._adapter.dl, "batch_sampler", None)
+        inner = getattr(outer, "batch_sampler", None)
+        for told in (self._adapter.dl, outer, inner):
+            if told is not None and hasattr(told, "set_epoch"):
+                told.set_epoch(epoch)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_adapter":  # not there yet: a copy or a pickle is being made
+            raise AttributeError(name)
+        return getattr(getattr(self._adapter.dl, "batch_sampler", None), name)
+
+
+class PartsOfStream(IterableDataset[dict[str, Any]]):
+    """The `dataset` of an adapter whose loader reads a stream: the parts themselves, to be taken one by one."""
+
+    def __init__(self, adapter: UlyssesSPDataLoaderAdapter) -> None:
+        self._adapter = adapter
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Start anew."""
+        return iter(self._adapter)
+
+
+def _has_no_batch_sampler(dl: Any) -> bool:
+    return getattr(dl, "batch_sampler", None) is None
 
 
 def _on_host(value: Any) -> Any:

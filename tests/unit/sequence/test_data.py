@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from accelerate import skip_first_batches
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from deepspeed.sequence.data import UlyssesSPDataLoaderAdapter, own_part, pad_batch
+from deepspeed.sequence.data import PartsInTurn, UlyssesSPDataLoaderAdapter, own_part, pad_batch
 
 
 def _batch(length: int = 6, **more: Any) -> dict[str, Any]:
@@ -63,3 +66,57 @@ def test_over_one_rank_the_adapter_only_shifts_labels() -> None:
     assert adapter.dataset == "its dataset"
     with pytest.raises(AttributeError):
         _ = adapter.something_else
+
+
+class _Rows(Dataset[dict[str, Any]]):
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return {name: value[0] + 10 * row for name, value in _batch().items()}
+
+
+class _Stream(IterableDataset[dict[str, Any]]):
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (_Rows()[row] for row in range(6))
+
+
+def _of_one_rank(everyone: list[Any], mine: Any, group: Any) -> None:
+    everyone[0] = mine
+
+
+@pytest.mark.parametrize("dataset", [_Rows(), _Stream()], ids=["rows", "stream"])
+def test_a_loader_made_anew_of_an_adapter_gives_parts_and_not_batches(
+    dataset: Dataset[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deepspeed.comm.all_gather_object", _of_one_rank)
+    adapter = UlyssesSPDataLoaderAdapter(DataLoader(dataset, batch_size=2), 0, None, 1, "cpu")
+    expected = [part["input_ids"].tolist() for part in adapter]
+    assert len(expected) == 3
+    for skipped in (0, 2):
+        anew = skip_first_batches(adapter, skipped)
+        for _ in range(2):
+            found = list(anew)
+            assert all("shift_labels" in part and "labels" not in part for part in found)
+            assert [part["input_ids"].tolist() for part in found] == expected[skipped:]
+
+
+def test_a_loader_made_anew_fetches_in_this_process() -> None:
+    own = DataLoader(_Rows(), batch_size=2, num_workers=2, persistent_workers=True, timeout=5)
+    adapter = UlyssesSPDataLoaderAdapter(own, 0, None, 1, "cpu")
+    assert (adapter.num_workers, adapter.prefetch_factor, adapter.persistent_workers, adapter.timeout) == (0, None, False, 0)
+    assert adapter.dataset is own.dataset
+    assert adapter.batch_size == 2
+
+
+def test_the_batch_sampler_of_an_adapter_tells_every_sampler_its_epoch() -> None:
+    sampler = DistributedSampler(_Rows(), num_replicas=1, rank=0)
+    adapter = UlyssesSPDataLoaderAdapter(DataLoader(_Rows(), batch_size=2, sampler=sampler), 0, None, 1, "cpu")
+    assert adapter.sampler is sampler
+    assert len(adapter.batch_sampler) == len(adapter) == 3
+    adapter.dl.batch_sampler.set_epoch = sampler.set_epoch  # type: ignore[attr-defined]
+    adapter.batch_sampler.set_epoch(4)
+    assert sampler.epoch == 4
+    assert adapter.batch_sampler.batch_size == 2  # what it has besides
+    no_batches = UlyssesSPDataLoaderAdapter(DataLoader(_Rows(), batch_size=None), 0, None, 1, "cpu")
+    assert isinstance(no_batches.sampler, PartsInTurn)
