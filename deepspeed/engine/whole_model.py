@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from deepspeed.checkpoint.agreement import ranks_of, together
 from deepspeed.checkpoint.export.model_file import write_model_file
+from deepspeed.checkpoint.utils import forget_parts
 from deepspeed.engine.cut_weights import CutWeights, expert_parts_together, parts_together
 from deepspeed.engine.expert_weights import ExpertWeights
 from deepspeed.engine.stage_weights import StageWeights
@@ -115,6 +116,7 @@ class WholeModelMembers:
         if not is_first:
             return None
         whole = copy.copy(state_dict)  # with its class and its attribute `_metadata`
+        forget_parts(whole)
         whole.update({name: kept[entry.names[0]] for entry in weights.entries for name in entry.names})
         whole.update(weights.others)
         return whole

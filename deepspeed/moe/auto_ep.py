@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from deepspeed.checkpoint.utils import note_part
 from deepspeed.common.logging import log_dist, warn_once
 from deepspeed.errors import ArgumentError, UsageError
 from deepspeed.moe.dispatch import Exchange, Ways, from_rows, to_rows
@@ -165,6 +166,12 @@ class SpreadExperts(nn.Module):
         weight_KT = weight_TK.T
         output_TM = from_rows(rows.to(torch.promote_types(rows.dtype, weight_KT.dtype)), weight_KT, ways)
         return output_TM.to(hidden.dtype).view(*hidden.shape[:-1], output_TM.shape[-1])
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """As torch's, with a word about what is not here."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.is_cut:
+            note_part(destination, prefix, self.extra_repr())
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Take this rank's experts out of tensors of the whole layer."""

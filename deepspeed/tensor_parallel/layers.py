@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepspeed import comm
+from deepspeed.checkpoint.utils import note_part
 from deepspeed.comm import differentiable
 from deepspeed.errors import UsageError
 from deepspeed.sharding.cut import Cut, Span
@@ -74,6 +75,12 @@ class CutLayer(nn.Module):
         spans, sharers = self._sharers[name]
         summed: Tensor = _SumSpans.apply(param, spans, self._cuts[name].dim, sharers)  # type: ignore[no-untyped-call]
         return summed
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """As torch's, with a word about what is not here."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._cuts and self.axis.size > 1:
+            note_part(destination, prefix, f"part {self.axis.rank} of {self.axis.size} of {', '.join(self._cuts)}")
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Take this rank's part out of whole tensors; parts are taken as they are."""

@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import io
 from collections import OrderedDict, defaultdict, namedtuple
+from typing import Any
 
+import pytest
 import torch
+from torch import nn
 
-from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+from deepspeed.checkpoint.utils import clone_tensors_for_torch_save, forget_parts, note_part
 
 _Pair = namedtuple("_Pair", "first second")
 
@@ -66,3 +69,22 @@ def test_empty_tensors_stay_apart() -> None:
 
 def test_the_device_is_the_one_asked_for() -> None:
     assert clone_tensors_for_torch_save([torch.ones(2)], device="meta")[0].device.type == "meta"
+
+
+class _Part(nn.Linear):
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        note_part(destination, prefix, "rows 0 to 1 of 4")
+
+
+def test_a_state_dict_of_parts_is_not_copied_as_if_it_were_whole() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), _Part(2, 2), _Part(2, 2))
+    state = model.state_dict()
+    for given in (state, {"module": state}, [state]):
+        with pytest.raises(ValueError, match=r"1 has rows 0 to 1 of 4 \(and 1 more modules\)\..*save_16bit_model"):
+            clone_tensors_for_torch_save(given)
+    assert clone_tensors_for_torch_save(nn.Linear(2, 2).state_dict()).keys() == {"weight", "bias"}
+    forget_parts(state)
+    assert clone_tensors_for_torch_save(state).keys() == state.keys()
+    model.load_state_dict(model.state_dict())
+    assert model.state_dict(destination={}).keys() == state.keys()  # one that takes no word
