@@ -1,7 +1,7 @@
 """Nested containers on their way to `torch.save`, and names of the original's files, under a name that clients import.
 
 Does not live here: our own format (`save.writer`). The names of files are made in
-`original.published.stage_file_names`. Called by `engine.whole_model` for `save_16bit_model`, and by clients.
+`original.published.stage_file_names`. Called by clients; modules of which ranks have parts leave word (`note_part`).
 """
 
 from __future__ import annotations

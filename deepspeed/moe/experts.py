@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepspeed.checkpoint.utils import note_part
 from deepspeed.errors import ArgumentError
 from deepspeed.ops.host_products import fast_products
 from deepspeed.optim.clip import MARKS_OF_PARTS
@@ -66,6 +67,12 @@ class LocalExperts(nn.Module):
         self._modules.clear()
         for place, expert in enumerate(experts):
             self.add_module(str(first + place), expert)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """As torch's, with a word about what is not here."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._is_part:
+            note_part(destination, prefix, f"{len(self)} experts of more")
 
     def _load_from_state_dict(
         self,

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.errors import ArgumentError
 from deepspeed.moe.experts import Experts, expert_group_name
 
@@ -77,6 +78,13 @@ def test_the_state_dict_of_a_whole_layer_loads_on_a_rank_with_some_of_its_expert
     assert torch.equal(part.deepspeed_experts[0].weight, whole.deepspeed_experts[2].weight)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match=r"Unexpected key.*deepspeed_experts.x.weight"):
         part.load_state_dict({**whole.state_dict(), "deepspeed_experts.x.weight": torch.zeros(4, 4)})
+
+
+def test_a_state_dict_with_some_of_the_experts_is_not_copied_as_if_it_had_all() -> None:
+    whole, part = Experts(nn.Linear(4, 4), 4), Experts(nn.Linear(4, 4), 2, expert_group_name(2))
+    assert len(clone_tensors_for_torch_save(whole.state_dict())) == 8
+    with pytest.raises(ValueError, match=r"deepspeed_experts has 2 experts of more .*save_16bit_model"):
+        clone_tensors_for_torch_save(part.state_dict())
 
 
 class GivesTwo(nn.Module):
