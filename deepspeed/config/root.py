@@ -329,9 +329,10 @@ class _Placed(NamedTuple):
     faults: list[Fault]
 
 
-def _place(raw: Mapping[str, Any], blocks: Mapping[str, object]) -> _Placed:
+def _place(raw: Mapping[str, Any], blocks: Mapping[str, Block[Any] | OptionalBlock[Any]]) -> _Placed:
     """Sort keys into top-level ones and blocks; move blocks that stand at an old place or under an old name."""
     placed = _Placed({}, {}, [])
+    beside: dict[str, object] = {}
     for key, value in raw.items():
         if key == "monitor_config":
             _place_monitors(value, placed)
@@ -339,10 +340,31 @@ def _place(raw: Mapping[str, Any], blocks: Mapping[str, object]) -> _Placed:
             _place_block(name, key, value, placed)
         elif key in TopLevel.model_fields:
             placed.scalars[key] = value
+        elif _is_beside(key, blocks):
+            beside[key] = value
         else:
             known = (*TopLevel.model_fields, *blocks, *BLOCK_SPELLINGS, "monitor_config")
             placed.faults.append(Fault(key, value, *unknown_key(key, "the top level", known)))
+    for key, value in beside.items():
+        _place_beside(key, value, blocks, placed)
     return placed
+
+
+def _is_beside(key: str, blocks: Mapping[str, Block[Any] | OptionalBlock[Any]]) -> bool:
+    name, _, inner = str(key).partition(".")
+    return name in blocks and inner in blocks[name].model.known_keys()
+
+
+def _place_beside(key: str, value: object, blocks: Mapping[str, Block[Any] | OptionalBlock[Any]], placed: _Placed) -> None:
+    """Move `"zero_optimization.reduce_bucket_size": n` into the block, unless the block says otherwise.
+
+    TRL writes such keys beside the block, in the configuration of reference models.
+    """
+    name, _, inner = key.partition(".")
+    path, block = placed.blocks.get(name, (name, {}))
+    spellings = blocks[name].model.spellings
+    if isinstance(block, Mapping) and spellings.get(inner, inner) not in {spellings.get(k, k) for k in block}:
+        placed.blocks[name] = (path, {**block, inner: value})
 
 
 def _place_monitors(block: object, placed: _Placed) -> None:

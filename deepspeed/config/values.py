@@ -33,6 +33,7 @@ __all__ = [
     "PerGroup",
     "PositiveNumber",
     "PositiveWhole",
+    "RoundedDown",
     "TextList",
     "UpperCase",
     "Whole",
@@ -49,6 +50,10 @@ def _whole(value: object) -> object:
     if isinstance(value, float):
         return int(value) if value.is_integer() else value
     return operator.index(value) if isinstance(value, SupportsIndex) else value
+
+
+def _rounded_down(value: object) -> object:
+    return math.floor(value) if isinstance(value, float) and math.isfinite(value) else value
 
 
 def _number(value: object) -> object:
@@ -142,6 +147,7 @@ Whole = Annotated[int, BeforeValidator(_whole)]
 PositiveWhole = Annotated[int, Field(gt=0), BeforeValidator(_whole)]
 ZeroStage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_whole)]
 NonNegativeWhole = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
+RoundedDown = Annotated[int, Field(ge=0), BeforeValidator(_whole), BeforeValidator(_rounded_down)]
 Cadence = Annotated[Annotated[int, Field(gt=0)] | None, BeforeValidator(_cadence)]
 
 Number = Annotated[float, BeforeValidator(_number)]

@@ -20,6 +20,7 @@ from deepspeed.config.values import (
     Fraction,
     NonNegativeWhole,
     PositiveWhole,
+    RoundedDown,
     TextList,
     Whole,
     ZeroStage,
@@ -269,8 +270,9 @@ class ZeroConfig(ConfigModel):
     """Most elements that one pass of the optimizer step covers; fewer where that suits the cache. 0 means the default
     (shipped client files hold it)."""
 
-    prefetch_bucket_size: NonNegativeWhole = 50_000_000
-    """Elements gathered ahead of their use; 0 turns it off. Stage 3."""
+    prefetch_bucket_size: RoundedDown = 50_000_000
+    """Elements gathered ahead of their use; 0 turns it off. Stage 3. A fraction is rounded down: clients write 0.9 times a
+    product."""
 
     param_persistence_threshold: NonNegativeWhole = 100_000
     """Parameters of at most this many elements stay gathered. Stage 3."""

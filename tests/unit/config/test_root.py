@@ -112,6 +112,20 @@ def test_a_refusal_shows_the_value_of_a_key_and_no_block_around_or_below_it(give
     assert refusal(**given).partition("1. ")[2].startswith(start)
 
 
+def test_a_key_of_a_block_written_beside_it_is_that_key_unless_the_block_says_otherwise() -> None:
+    # as TRL has it for reference models: on top of what Accelerate has filled in, under either spelling, as a float
+    block = {"stage": 3, "prefetch_bucket_size": 7}
+    beside = {"zero_optimization.stage3_prefetch_bucket_size": 921.6, "zero_optimization.reduce_bucket_size": 1024}
+    found = DeepSpeedConfig({"train_batch_size": 1, "zero_optimization": block, **beside}).zero_optimization
+    assert (found.stage, found.prefetch_bucket_size, found.reduce_bucket_size) == (3, 7, 1024)
+    alone = DeepSpeedConfig({"train_batch_size": 1, "zero_optimization.stage3_prefetch_bucket_size": 921.6})
+    assert alone.zero_optimization.prefetch_bucket_size == 921
+    assert block == {"stage": 3, "prefetch_bucket_size": 7}
+    wrong = refusal(**{"zero_optimization.reduce_bucket_size": "big", "zero_optimization.bucket": 1})
+    assert 'zero_optimization.reduce_bucket_size = "big": needed' in wrong
+    assert "zero_optimization.bucket = 1: unknown key of the top level" in wrong
+
+
 def test_a_key_in_the_wrong_block_is_sent_home() -> None:
     assert '"stage" is a key of zero_optimization: move it there.' in refusal(stage=0)
     assert '"gradient_clipping" is a key of the top level' in refusal(zero_optimization={"gradient_clipping": 1.0})
