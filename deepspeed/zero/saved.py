@@ -6,6 +6,11 @@
 
 So no graph keeps a buffer alive, and whatever order backward takes, weights are there when they are read.
 
+[Note: parameters that a Function saved] Without hooks, `ctx.saved_tensors` holds the very parameter; under hooks autograd
+makes a new tensor of whatever `unpack` returns, without its attributes. Clients ask what they saved whether it is whole, to
+gather it if not (TRL's fused heads: `weight.ds_status`). So a parameter that a Python Function saved comes back as a
+`SavedParameter`, whose class answers. Nobody else asks, so nobody else pays for its dispatch.
+
 Lives here: the two hooks of `torch.autograd.graph.saved_tensors_hooks`. Does not live here: when they are in force
 (`zero.coordinator.ParameterCoordinator.forward_scope`, the caller).
 
@@ -20,21 +25,52 @@ memory may live longer, and nothing else changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepspeed.common.saved_tensors import Hook, changed_in_place, outer_hooks, unchanged
 from deepspeed.zero.pool import Storages
+from deepspeed.zero.published import ZeroParamStatus
 from deepspeed.zero.states import Unit
 
-__all__ = ["SavedTensors"]
+__all__ = ["SavedParameter", "SavedTensors"]
 
 # `untyped_storage()._cdata` in half the time
 _storage_of: Callable[[Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
 _next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+_apply_code = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+_detach = torch.ops.aten.detach.default
+
+
+class SavedParameter(Tensor):
+    """A whole parameter as `ctx.saved_tensors` gives it; computes as any tensor. [Note: parameters that a Function saved].
+
+    `__torch_dispatch__` is what lets the class survive autograd, which detaches what was unpacked.
+    """
+
+    ds_status = ZeroParamStatus.AVAILABLE
+    """As a sharded parameter has it (`zero.published`)."""
+
+    # results are plain tensors
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run `func` as on plain tensors."""
+        with torch._C._DisableTorchDispatch():
+            result = func(*args, **(kwargs or {}))
+        return _as_saved_parameter(result) if func is _detach else result
+
+
+def _as_saved_parameter(whole: Tensor) -> SavedParameter:
+    parameter: SavedParameter = torch.Tensor._make_subclass(SavedParameter, whole)
+    return parameter
 
 
 class _Place(NamedTuple):
@@ -48,6 +84,8 @@ class _Place(NamedTuple):
     strides: tuple[int, ...]
     offset: int
     dtype: torch.dtype
+    is_parameter: bool
+    """Whether it is a whole parameter that a Function saved."""
 
     def view(self) -> Tensor:
         """The same view of the unit's buffer, gathered again if it was released."""
@@ -56,7 +94,8 @@ class _Place(NamedTuple):
         self.demand(self.unit)
         buffer = self.unit.buffers[self.position]
         buffer = buffer if buffer.dtype == self.dtype else buffer.view(self.dtype)
-        return buffer.as_strided(self.shape, self.strides, self.offset)
+        whole = buffer.as_strided(self.shape, self.strides, self.offset)
+        return _as_saved_parameter(whole) if self.is_parameter else whole
 
 
 class SavedTensors:
@@ -113,10 +152,13 @@ class SavedTensors:
 
     def _place_of(self, tensor: Tensor, key: int) -> _Place | Tensor:
         found = self._storages[key]
+        # two frames up is who saves: `Function.apply`, or whatever calls a function of torch
+        is_parameter = isinstance(tensor, nn.Parameter) and sys._getframe(2).f_code is _apply_code
         if found is None:  # memory of a GatheredParameters block: the parameter will point elsewhere, this does not
-            return tensor.detach()
+            return _as_saved_parameter(tensor.detach()) if is_parameter else tensor.detach()
         if tensor.dtype.is_complex:  # may be a conjugate view, which strides do not tell
             return tensor.detach()
         unit, position = found
         offset = int(tensor.storage_offset())
-        return _Place(self._demand, unit, position, unit.epoch, tensor.shape, tensor.stride(), offset, tensor.dtype)
+        shape, strides, dtype = tensor.shape, tensor.stride(), tensor.dtype
+        return _Place(self._demand, unit, position, unit.epoch, shape, strides, offset, dtype, is_parameter)

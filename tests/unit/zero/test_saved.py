@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deepspeed.errors import UsageError
+from deepspeed.zero.gather import GatheredParameters
 from deepspeed.zero.prefetch import GatherSettings
+from deepspeed.zero.published import ZeroParamStatus
 from tests.support.sharded import Sharded, gradients, shard
 from tests.support.sharded_models import BLOCK_NUMEL, Gpt, Uses, inputs, tokens
 
@@ -143,6 +145,45 @@ def test_a_weight_seen_as_another_dtype_comes_back_so() -> None:
     total = sharded.whole()["second.weight"].sum()
     sharded.backward(_forward(sharded, inputs()))
     assert torch.allclose(sharded.model.first.bias.grad, 3 * total.expand(8))
+
+
+class _Asks(torch.autograd.Function):
+    """A linear layer that asks what it saved whether that is whole, as fused heads of clients do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        assert weight.ds_status is ZeroParamStatus.AVAILABLE
+        assert type(weight * 2) is Tensor
+        assert weight.shape == (8, 8)
+        return grad @ weight, grad.t() @ x
+
+
+def _asked(model: Any, x: Tensor) -> Tensor:
+    return _Asks.apply(torch.tanh(model.first(x)), model.second.weight).square().sum()
+
+
+def _asked_in_a_block(model: Any, x: Tensor) -> Tensor:
+    hidden = torch.tanh(model.first(x))
+    with GatheredParameters([model.second.weight]):
+        return _Asks.apply(hidden, model.second.weight).square().sum()
+
+
+@pytest.mark.parametrize("forward", [_asked, _asked_in_a_block])
+def test_a_function_may_ask_the_parameter_that_it_saved_whether_it_is_whole(forward: Any) -> None:
+    sharded = shard(Uses(forward), NOTHING_KEPT, limit_numel=1)
+    plain = Uses(lambda m, x: F.linear(torch.tanh(m.first(x)), m.second.weight).square().sum())
+    plain.load_state_dict(sharded.whole())
+    plain(inputs()).backward()
+    sharded.backward(_forward(sharded, inputs()))
+    for name, param in plain.named_parameters():
+        if param.grad is not None:
+            torch.testing.assert_close(gradients(sharded.model)[name], param.grad, rtol=1e-6, atol=1e-6)  # fp32, 8 terms
 
 
 def test_the_scope_ends_with_the_hooks_that_were_there() -> None:
