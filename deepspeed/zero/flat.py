@@ -557,8 +557,7 @@ class FlatGroup:
             if owner_of(member.param) is self:  # else a newer engine has it, with its gradients
                 delattr(member.param, _OWNER)
                 member.param.grad = None
-                if self.is_sharded:
-                    withdraw(member.param)
+                withdraw(member.param)
         if self._gradients is not None:
             self._gradients.close()
         if self.masters is not None:

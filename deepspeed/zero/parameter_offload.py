@@ -20,7 +20,6 @@ from torch import nn
 
 from deepspeed.errors import ArgumentError
 from deepspeed.zero.coordinator import ParameterCoordinator
-from deepspeed.zero.external import attach_external_tables
 from deepspeed.zero.hooks import UnitHooks
 from deepspeed.zero.pool import UnitPool
 from deepspeed.zero.states import Unit
@@ -64,7 +63,6 @@ class ParameterOffload:
             self._hooks = nothing = _Nothing()
             self._units = ()
             self.param_coordinator = _Order(nothing)
-            _publish_whole(module)
         else:
             self._hooks = coordinator.hooks
             self._units = coordinator.pool.units
@@ -101,13 +99,6 @@ class ParameterOffload:
             )
         self._hooks.remove()
         self._hooks.install(self._units)
-
-
-def _publish_whole(module: nn.Module) -> None:
-    """What clients of stage 3 touch on the way to the hooks, sharded or not (`zero.published` has the rest)."""
-    attach_external_tables(module.modules())
-    for param in module.parameters():
-        vars(param).setdefault("ds_active_sub_modules", set())
 
 
 class _Order:

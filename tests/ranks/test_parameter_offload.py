@@ -12,7 +12,7 @@ from torch import nn
 
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.errors import ArgumentError
-from deepspeed.zero import GatheredParameters
+from deepspeed.zero import GatheredParameters, ZeroParamStatus
 from tests.support.engines import config, make_engine, masters, zero
 from tests.support.models import TiedGpt, build, make_batches
 from tests.support.ranks import run_ranks
@@ -39,11 +39,11 @@ def _take_hooks_off(engine: DeepSpeedEngine) -> None:
     offload.backward_hooks = []
 
 
-def _generate_between_steps(rank: int, world_size: int, is_sharded: bool) -> dict[str, Any]:
-    model = build(TiedGpt)
+def _generate_between_steps(rank: int, world_size: int, persistent_numel: int) -> dict[str, Any]:
+    model = build(TiedGpt, dtype=torch.float64)
     engine = make_engine(
         model,
-        config(**zero(3, **({"stage3_param_persistence_threshold": 0} if is_sharded else {}))),
+        config(**zero(3, stage3_param_persistence_threshold=persistent_numel)),
         optimizer=ADAM(model.parameters()),
     )
     assert engine.optimizer is not None
@@ -65,7 +65,11 @@ def _generate_between_steps(rank: int, world_size: int, is_sharded: bool) -> dic
                 offload._register_deepspeed_module(offload.module)
                 offload._register_deepspeed_module(offload.module)  # each hook is on once
             found["hooks"].append(_hooks_of(model))
-            assert all(p.numel() == 0 for p in model.parameters()) or not is_sharded
+            assert {p.ds_status for p in model.parameters() if p.numel()} <= {ZeroParamStatus.AVAILABLE}  # type: ignore[attr-defined]
+            assert all(
+                (p.numel() > 0) is (persistent_numel >= whole.numel())
+                for p, whole in zip(model.parameters(), build(TiedGpt, dtype=torch.float64).parameters(), strict=True)
+            )
         if step == 2:
             found["is_unknown"].append(offload.param_coordinator.is_invalid_trace())
             offload.param_coordinator._invalidate_trace()
@@ -78,14 +82,19 @@ def _generate_between_steps(rank: int, world_size: int, is_sharded: bool) -> dic
     }
 
 
-@pytest.mark.parametrize(("world_size", "is_sharded"), [(1, True), (2, True), (2, False)])
-def test_training_goes_on_as_if_nothing_had_been_generated(world_size: int, is_sharded: bool) -> None:
-    model = build(TiedGpt)
+ALL, SOME, NONE = 0, 100, 10**6
+"""Parameters up to this many elements stay whole: all are sharded, or some, or none."""
+
+
+@pytest.mark.parametrize(("world_size", "persistent_numel"), [(1, ALL), (2, ALL), (2, SOME), (2, NONE)])
+def test_training_goes_on_as_if_nothing_had_been_generated(world_size: int, persistent_numel: int) -> None:
+    is_sharded = persistent_numel != NONE
+    model = build(TiedGpt, dtype=torch.float64)
     batches = make_batches(model, STEPS, 1, world_size)
-    early = build(TiedGpt)
+    early = build(TiedGpt, dtype=torch.float64)
     train_reference(early, ADAM, batches, 2)
     wanted = train_reference(model, ADAM, batches)
-    for rank, found in enumerate(run_ranks(_generate_between_steps, world_size, is_sharded)):
+    for rank, found in enumerate(run_ranks(_generate_between_steps, world_size, persistent_numel)):
         before, without, after = found["hooks"]
         assert (without, after) == (0, before)
         assert (before > 0) is is_sharded
@@ -99,7 +108,7 @@ def test_training_goes_on_as_if_nothing_had_been_generated(world_size: int, is_s
 def _ask_elsewhere(rank: int, world_size: int) -> list[bool]:
     found = []
     for stage in (0, 1, 2, 3):
-        model = build(TiedGpt)
+        model = build(TiedGpt, dtype=torch.float64)
         engine = make_engine(model, config(**zero(stage)), optimizer=ADAM(model.parameters()))
         found.append(hasattr(engine.optimizer, "parameter_offload"))
     assert engine.optimizer is not None

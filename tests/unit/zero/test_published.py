@@ -13,7 +13,7 @@ from torch import nn
 
 from deepspeed.errors import UsageError
 from deepspeed.zero.holder import set_holder
-from deepspeed.zero.published import ZeroParamStatus, in_rank_order, publish, set_status, withdraw
+from deepspeed.zero.published import ZeroParamStatus, in_rank_order, publish, publish_whole, set_status, withdraw
 
 
 class NullHolder:
@@ -34,7 +34,7 @@ class NullHolder:
 def _published() -> Any:
     param = nn.Parameter(torch.empty(0))
     set_holder(param, NullHolder())
-    publish(param, torch.Size([2, 3]), torch.zeros(4), is_persistent=True)
+    publish(param, torch.Size([2, 3]), torch.zeros(4))
     return param
 
 
@@ -42,7 +42,7 @@ def test_a_published_parameter_has_every_attribute_that_clients_read() -> None:
     param = _published()
     assert (param.ds_shape, param.ds_numel, param.partition_numel()) == ((2, 3), 6, 4)
     assert param.ds_status is ZeroParamStatus.NOT_AVAILABLE
-    assert param.ds_persist
+    assert not param.ds_persist
     assert param.ds_process_group is None
     param.ds_active_sub_modules.clear()
     set_status(param, ZeroParamStatus.AVAILABLE)
@@ -59,6 +59,19 @@ def test_publishing_again_keeps_the_identity_and_withdrawing_leaves_what_the_use
     set_holder(param, None)
     assert vars(param) == {"tag": "mine"}
     withdraw(param)
+
+
+def test_a_parameter_too_small_to_be_sharded_says_that_it_is_whole_and_pickles_as_an_ordinary_one() -> None:
+    param: Any = nn.Parameter(torch.ones(2))
+    param.tag = "mine"
+    publish_whole(param)
+    param.ds_active_sub_modules.clear()
+    assert (param.ds_status, param.ds_persist) == (ZeroParamStatus.AVAILABLE, True)
+    assert not hasattr(param, "ds_id")
+    assert vars(pickle.loads(pickle.dumps(param))) == {"tag": "mine"}
+    assert copy.deepcopy(param).tolist() == [1.0, 1.0]
+    withdraw(param)
+    assert vars(param) == {"tag": "mine"}
 
 
 def test_parameters_are_ordered_by_identity_and_each_comes_once() -> None:
