@@ -145,6 +145,7 @@ class ParameterCoordinator:
         self._tiers = {id(piece.flat): tier for unit in pool.units for piece in unit.pieces if (tier := piece.flat.tier)}
         self._saved = SavedTensors(pool.storages, self._late_use)
         self._private = PrivateCopies(pool, units)
+        pool.before_change = self._adopt
         pool.after_change = self._repoint
         for module in root.modules():
             for param in external_parameters_of(module):
@@ -415,6 +416,10 @@ class ParameterCoordinator:
     def store(self, params: Sequence[nn.Parameter], source_rank: int) -> None:
         """See `ParameterHolder`."""
         self._private.store(params, source_rank)
+
+    def _adopt(self, unit: Unit) -> None:
+        if unit.fetched:
+            self._private.adopt(unit)
 
     def _repoint(self, unit: Unit) -> None:
         if unit.fetched:

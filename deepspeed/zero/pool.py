@@ -78,6 +78,8 @@ class UnitPool:
         self.storages: Storages = {}
         self.lingering: dict[Unit, None] = {}
         """Units in use by autograd, as far as is known: released only when nothing else is left to release."""
+        self.before_change: Callable[[Unit], None] = lambda unit: None
+        """Called when the parameters of a unit are about to be shown or hidden."""
         self.after_change: Callable[[Unit], None] = lambda unit: None
         """Called when the parameters of a unit were shown or hidden."""
         self.free_buffers: Callable[[], int] = lambda: _PLENTY
@@ -160,6 +162,7 @@ class UnitPool:
         self.live_numel += unit.numel
 
     def _arrive(self, unit: Unit) -> None:
+        self.before_change(unit)
         with naming(unit.label):
             unit.wait()
         self._gathered[unit] = None
@@ -202,6 +205,7 @@ class UnitPool:
         """Give up a gathered unit."""
         self._forget(unit)
         self._pass.lookahead.released(unit.number)
+        self.before_change(unit)
         try:
             with outside_inference_mode():
                 unit.release()
@@ -235,6 +239,7 @@ class UnitPool:
 
     def _separate(self, unit: Unit) -> None:
         self._forget_storages(unit)
+        self.before_change(unit)
         with outside_inference_mode():
             unit.separate()
         self._note_storages(unit)

@@ -1,6 +1,7 @@
 """Whole values in the hands of the user: the memory behind `GatheredParameters`.
 
     fetch    param.data = a private copy of the whole value      compute may gather and release the unit meanwhile
+    adopt    what the user has assigned to param.data            is the copy from then on
     store    the copy of one rank -> every rank's copy -> shards and masters
     drop     param.data = the unit's buffer, or empty            edits that were not stored are gone
 
@@ -73,14 +74,25 @@ class PrivateCopies:
         unit.fetched.update(id(param) for param in params)
         self.point(unit)
 
+    def adopt(self, unit: Unit) -> None:
+        """Let memory that the user has assigned (`param.data = ...`) be the copy; comes before `unit` is shown or hidden."""
+        for key in unit.fetched:
+            copy = self._copies[key]
+            self._replace(copy, copy.param.data)
+
+    def _replace(self, copy: _Copy, values: Tensor) -> None:
+        self._pool.storages.pop(copy.values.untyped_storage()._cdata, None)
+        copy.values = values
+        if values.numel():
+            self._pool.storages[values.untyped_storage()._cdata] = None
+
     def point(self, unit: Unit) -> None:
         """Point fetched parameters of `unit` at their copies: something has shown or hidden the unit."""
         for key in unit.fetched:
             copy = self._copies[key]
             copy.param.data = copy.values
             set_status(copy.param, ZeroParamStatus.AVAILABLE)
-            if copy.values.numel():
-                self._pool.storages[copy.values.untyped_storage()._cdata] = None
+            self._replace(copy, copy.values)
 
     def drop(self, params: Iterable[nn.Parameter]) -> None:
         """Undo one `fetch` of each."""
@@ -95,6 +107,7 @@ class PrivateCopies:
                 unit.fetched.discard(id(param))
                 touched[unit] = None
         for unit in touched:
+            self.adopt(unit)
             with outside_inference_mode():
                 if unit.state is ShardState.GATHERED:
                     unit.show()
@@ -132,8 +145,8 @@ class PrivateCopies:
                 source = axis.ranks[0] if piece.flat.kind.is_expert and source_rank not in axis.ranks else source_rank
                 comm.broadcast(values, src=source, group=axis.group)
             piece.flat.write_parameter(piece.positions[index], values)
-            copy.values.copy_(values)
-            param.data = copy.values
+            self._replace(copy, values)
+            param.data = values
 
     def _refuse_unusable(self, param: nn.Parameter, copy: _Copy | None, piece: Piece, index: int) -> None:
         name, shape = piece.members[index].name, piece.shapes[index]

@@ -85,6 +85,26 @@ def test_what_is_not_the_whole_value_cannot_be_stored(is_fetched: bool) -> None:
 
 
 @pytest.mark.parametrize("settings", [NOTHING_KEPT, GatherSettings()])
+@pytest.mark.parametrize("is_late", [True, False])
+def test_memory_assigned_inside_the_block_is_what_a_forward_in_it_computes_with(
+    settings: GatherSettings, is_late: bool
+) -> None:
+    sharded = shard(Uses(lambda m, x: m.first(x)), settings, is_late=is_late)
+    first = sharded.model.first
+    sharded.coordinator.fetch([first.bias, first.weight])
+    first.weight.data = torch.eye(8)
+    for _ in range(2):
+        with torch.no_grad(), sharded.coordinator.forward_scope():
+            assert torch.equal(sharded.model(inputs()), inputs() + first.bias)
+    sharded.coordinator.drop([first.bias])
+    assert torch.equal(first.weight, torch.eye(8))
+    sharded.coordinator.store([first.weight], 0)
+    sharded.coordinator.drop([first.weight])
+    assert torch.equal(sharded.whole()["first.weight"], torch.eye(8))
+    assert None not in sharded.coordinator.pool.storages.values()
+
+
+@pytest.mark.parametrize("settings", [NOTHING_KEPT, GatherSettings()])
 def test_a_forward_inside_the_block_sees_edits_and_one_after_it_only_stored_ones(settings: GatherSettings) -> None:
     sharded = _linear(settings)
     weight = sharded.model.first.weight
