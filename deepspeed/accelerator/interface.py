@@ -75,6 +75,10 @@ class DeepSpeedAccelerator(ABC):
         """Return the name that torch gives the kind of device (`"cuda"`), or one of them (`"cuda:1"`)."""
         return self._name if device_index is None else f"{self._name}:{device_index}"
 
+    def product_name(self, device_index: DeviceIndex = None) -> str:
+        """Return what the maker calls the device (`"NVIDIA H200"`); empty where torch does not tell."""
+        return ""
+
     @abstractmethod
     def device(self, device_index: DeviceIndex = None) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which `device_index` is the current device."""

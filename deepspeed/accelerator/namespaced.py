@@ -66,6 +66,10 @@ class NamespacedAccelerator(DeepSpeedAccelerator):
         """False: work is queued on streams."""
         return False
 
+    def product_name(self, device_index: DeviceIndex = None) -> str:
+        """Return what the device's driver calls it."""
+        return str(self._ask("get_device_name", "", device_index))
+
     def device(self, device_index: DeviceIndex = None) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which `device_index` is current."""
         return self._torch.device(device_index)  # type: ignore[no-any-return]

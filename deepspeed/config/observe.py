@@ -16,6 +16,7 @@ from deepspeed.config.values import (
     Freeform,
     NonNegativeNumber,
     NonNegativeWhole,
+    PositiveNumber,
     PositiveWhole,
     TextList,
     Whole,
@@ -57,13 +58,14 @@ class FlopsProfilerConfig(ConfigModel):
     """Profile; also turns `wall_clock_breakdown` on."""
 
     recompute_fwd_factor: NonNegativeNumber = 0.0
-    """Part of forward that is computed again in backward; 1.0 with full activation checkpointing."""
+    """Part of forward that backward computes again, 1.0 with full activation checkpointing: for the estimate of a step that
+    the report gives beside what was counted."""
 
     profile_step: NonNegativeWhole = 1
-    """Global step to profile."""
+    """Global step to profile: the one after so many updates. The first rank's value counts for all."""
 
     module_depth: Annotated[Whole, Field(ge=-1)] = -1
-    """Depth of the printed tree; -1 is all of it."""
+    """Depth of the printed tree and summary; -1 is all of it."""
 
     top_modules: PositiveWhole = 1
     """Modules listed per depth; > 0."""
@@ -72,7 +74,10 @@ class FlopsProfilerConfig(ConfigModel):
     """Print the annotated tree of modules."""
 
     output_file: str | None = None
-    """File for the report. Left out: standard output."""
+    """File for the report, written by the first rank. Left out: standard output."""
+
+    peak_tflops: PositiveNumber | None = None
+    """TFLOP/s that a device can do, for the share that the step reaches (MFU). Left out: what is known of it. Ours."""
 
 
 class ThroughputTimerConfig(ConfigModel):

@@ -159,6 +159,7 @@ class DeepSpeedConfig(TopLevel):
         scalar_faults = faults_of(errors)
         wrong = {fault.path for fault in scalar_faults}
         faults = [*placed.faults, *scalar_faults, *self._read_blocks(placed.blocks, wrong), *self._clip_as_optimizer_says()]
+        self.wall_clock_breakdown = self.wall_clock_breakdown or self.flops_profiler.enabled
         faults += [fault for check in CROSS_CHECKS if check.concerns(self, wrong) for fault in check.find(self)]
         if not any(path in _BATCH_KEYS or path.startswith("elasticity") for path in wrong):
             faults += self._resolve_batch(_Places(mpu, mesh_device, dp_world_size, world_size))

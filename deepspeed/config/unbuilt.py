@@ -75,7 +75,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("aio.use_gds", "Leave it out: tensors on a GPU are moved through page-locked host memory."),
     Unbuilt("amp.enabled", "Use a bf16, fp16 or torch_autocast block."),
     Unbuilt("graph_harvesting", _OFF),
-    Unbuilt("flops_profiler.enabled", _OFF),
     Unbuilt("autotuning.enabled", _OFF),
     Unbuilt("compile.deepcompile", "Leave it out; engine.compile() and torch.compile do without."),
     Unbuilt("compile.passes", _OFF),

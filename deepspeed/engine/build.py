@@ -40,6 +40,7 @@ from deepspeed.engine.loader import build_loader
 from deepspeed.engine.partition import Partition, attach_gradient_stores, copy_from_first_rank, plan_partition
 from deepspeed.engine.parts import EngineParts
 from deepspeed.engine.pipeline import PipelineEngine
+from deepspeed.engine.profiled_step import ProfiledStep
 from deepspeed.engine.random_state import start_alike
 from deepspeed.engine.report import Cadence, StepReport
 from deepspeed.engine.request import EngineRequest
@@ -77,12 +78,21 @@ def build_engine(request: EngineRequest) -> DeepSpeedEngine:
     terms = Terms.of(request.config, request.mesh)
     engine = (PipelineEngine if is_pipeline else DeepSpeedEngine)(_choose_parts(request, terms))
     give_back_freed(request.config.zero_optimization)
+    if engine._parts.report.profiled_step >= 0:
+        _profile(engine, is_pipeline=is_pipeline)
     if request.config.dump_state:
         _dump(engine)
     if request.config.disable_python_gc:
         gc.collect()
         gc.disable()
     return engine
+
+
+def _profile(engine: DeepSpeedEngine, *, is_pipeline: bool) -> None:
+    forwards = (engine.module, "forward_chunk") if is_pipeline else (engine, "forward")
+    profiled = ProfiledStep(engine, engine._parts.report.profiled_step, [forwards])
+    engine.flops_profiler = profiled.profiler
+    profiled.start()
 
 
 def _choose_parts(request: EngineRequest, terms: Terms) -> EngineParts:

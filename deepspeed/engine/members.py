@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from deepspeed.data import DeepSpeedDataLoader
     from deepspeed.engine.parts import EngineParts
     from deepspeed.monitor import MonitorMaster
+    from deepspeed.profiling.flops_profiler import FlopsProfiler
     from deepspeed.zero.optimizer import ZeroOptimizer
 
 
@@ -322,5 +323,6 @@ class CompatibleMembers:
             self._parts.coordinator.release_all()
 
     random_ltd_scheduler = None
-    flops_profiler = None
+    flops_profiler: FlopsProfiler | None = None
+    """Counts at `flops_profiler.profile_step`; None where the config does not ask for it."""
     loaded_checkpoint_dp_world_size: int | None = None

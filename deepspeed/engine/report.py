@@ -51,26 +51,34 @@ class Cadence(NamedTuple):
     Attributes:
         every: steps from one progress line to the next; 0: there are none.
         has_monitor: every step is reported.
+        profiled_step: the global step that is profiled; -1: none is.
     """
 
     every: int
     has_monitor: bool
+    profiled_step: int = -1
 
     @classmethod
     def of(cls, config: DeepSpeedConfig) -> Cadence:
         """What this rank's config asks for."""
         every = config.steps_per_print
         blocks = (config.tensorboard, config.wandb, config.csv_monitor, config.comet)
-        return cls(int(every) if every is not None and math.isfinite(every) else 0, any(block.enabled for block in blocks))
+        is_finite = every is not None and math.isfinite(every)
+        profiler = config.flops_profiler
+        return cls(
+            int(every) if every is not None and is_finite else 0,
+            any(block.enabled for block in blocks),
+            profiler.profile_step if profiler.enabled else -1,
+        )
 
     def of_first(self, axis: AxisGroup, device: torch.device) -> Cadence:
         """The first rank's: its lines and events are those that are written. Collective over `axis`: one broadcast."""
         if axis.size == 1:
             return self
-        told = torch.tensor([self.every, self.has_monitor], dtype=torch.int64, device=device)
+        told = torch.tensor(list(self), dtype=torch.int64, device=device)
         comm.broadcast(told, src=axis.ranks[0], group=axis.group)
-        every, has_monitor = told.tolist()
-        return Cadence(every, bool(has_monitor))
+        every, has_monitor, profiled_step = told.tolist()
+        return Cadence(every, bool(has_monitor), profiled_step)
 
 
 class StepReport:
@@ -102,7 +110,7 @@ class StepReport:
         self.monitor = monitor
         self.axis = axis
         self.timers: Timers | NullTimers = Timers(synchronize) if config.wall_clock_breakdown else NullTimers()
-        every, self._has_monitor = cadence or Cadence.of(config)
+        every, self._has_monitor, self.profiled_step = cadence or Cadence.of(config)
         self._every = every or None
         self.throughput = ThroughputTimer(
             config.timers.throughput, batch_size, steps_per_output=self._every, synchronize=synchronize

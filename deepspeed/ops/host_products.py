@@ -144,9 +144,15 @@ def _may_replace() -> bool:
         and bool(torch.backends.mkldnn.enabled)
         and not torch.is_autocast_enabled("cpu")
         and not torch._C._are_functorch_transforms_active()
-        and torch._C._len_torch_dispatch_stack() == 0  # whoever watches operators knows torch's own
+        and _watchers_know_products()
         and forward_ad._current_level < 0
     )
+
+
+def _watchers_know_products() -> bool:
+    """Whoever watches operators knows torch's own; few say that they know those that stand in for them, too."""
+    watchers = range(torch._C._len_torch_dispatch_stack())
+    return all(getattr(torch._C._get_dispatch_stack_at(at), "knows_mkldnn_products", False) for at in watchers)
 
 
 def _is_suited(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:

@@ -43,6 +43,7 @@ ROOTS = (
     "deepspeed.pipe.orders",
     "deepspeed.pipe.partition",
     "deepspeed.pipe.schedule",
+    "deepspeed.profiling.flops_profiler",
     "deepspeed.sequence",
     "deepspeed.sequence.cross_entropy",
     "deepspeed.sequence.layer",

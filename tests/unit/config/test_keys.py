@@ -184,6 +184,7 @@ BLOCKS: dict[str, dict[str, tuple[Any, list[Any]]]] = {
         "top_modules": (1, [3]),
         "detailed": (True, [False]),
         "output_file": (None, ["flops.txt"]),
+        "peak_tflops": (None, [312.0]),
     },
     "autotuning": {
         "enabled": (False, [True]),

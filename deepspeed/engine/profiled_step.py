@@ -1,0 +1,171 @@
+"""Profile one global step of an engine and tell of it: what the config block `flops_profiler` asks for.
+
+    global step == profile_step     forward (pipelines: the layers of each chunk) and autograd run counted
+    its update                      numbers of all ranks are put together; the first rank writes the report
+    afterwards                      everything is off the engine
+
+[Note: methods replaced] The methods of this one engine and its parts are replaced until that step is over, so that an engine
+that nobody profiles, or that was profiled, has nothing to ask in each step.
+
+All ranks count, whatever their own config says (`report.Cadence`): a rank's numbers are of its part of the model, and sums
+need all of them. Does not live here: counting and the report (`profiling.flops_profiler`). Built by `build`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from deepspeed import comm
+from deepspeed.engine.report import BACKWARD, FORWARD, STEP
+from deepspeed.profiling.flops_profiler import FlopsProfiler
+from deepspeed.profiling.flops_profiler.summary import StepFacts
+from deepspeed.zero.shard import whole_shape
+
+if TYPE_CHECKING:
+    from deepspeed.engine.engine import DeepSpeedEngine
+
+__all__ = ["ProfiledStep"]
+
+_TERA = 1e12
+_MS_PER_SECOND = 1000.0
+
+
+class ProfiledStep:
+    """Of one engine.
+
+    Args:
+        engine: just made.
+        step: the global step to profile: the one after so many updates.
+        forwards: (object, name of its method) that compute in forward.
+
+    Attributes:
+        profiler: also `engine.flops_profiler`; its numbers can be read when the step is over.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine, step: int, forwards: Sequence[tuple[Any, str]]) -> None:
+        block = engine._config.flops_profiler
+        peak = None if block.peak_tflops is None else block.peak_tflops * _TERA
+        self.profiler = FlopsProfiler(engine.module, engine, block.recompute_fwd_factor, peak)
+        self._engine = engine
+        self._step = step
+        self._forwards = list(forwards)
+        self._replaced: list[tuple[Any, str]] = []
+        self._micro_batches = 0
+        self._is_begun = False
+
+    def start(self) -> None:
+        """Wait for the step. [Note: methods replaced]"""
+        for owner, name in self._forwards:
+            self._replace(owner, name, self._counted_forward)
+        if self._engine._parts.reducer is not None:
+            self._replace(self._engine._parts.reducer, "drive", self._counted_backward)
+        self._replace(self._engine, "_report", self._ended)
+
+    def stop(self) -> None:
+        """Take everything off."""
+        for owner, name in self._replaced:
+            owner.__dict__.pop(name, None)
+        self._replaced.clear()
+        self.profiler.end_profile()
+
+    def _replace(self, owner: Any, name: str, by: Callable[..., Any]) -> None:
+        method = getattr(owner, name)
+
+        @functools.wraps(method)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return by(method, *args, **kwargs)
+
+        owner.__dict__[name] = replacement
+        self._replaced.append((owner, name))
+
+    def _is_now(self) -> bool:
+        engine = self._engine
+        if engine.global_steps != self._step or not engine.training or not torch.is_grad_enabled():
+            return False
+        if not self._is_begun:
+            self._is_begun = True
+            self.profiler.prepare()
+        return True
+
+    def _counted_forward(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._is_now():
+            return method(*args, **kwargs)
+        self._micro_batches += 1
+        with self.profiler.counting(in_model=method.__self__ is self._engine.module):  # type: ignore[attr-defined]
+            return method(*args, **kwargs)
+
+    def _counted_backward(self, method: Callable[..., Any], autograd: Callable[[], None]) -> Any:
+        if not self._is_begun:
+            return method(autograd)
+
+        def counted() -> None:
+            with self.profiler.counting(in_backward=True):
+                autograd()
+
+        return method(counted)
+
+    def _ended(self, method: Callable[[], None]) -> None:
+        if self._engine.global_steps > self._step:  # or a checkpoint of a later step was loaded
+            facts = self._facts() if self._is_begun else None
+            self.stop()
+            if facts is not None:
+                self.profiler.step_facts = facts
+                self._write()
+        method()
+
+    def _write(self) -> None:
+        if self._engine.global_rank == 0:
+            block = self._engine._config.flops_profiler
+            self.profiler.print_model_profile(
+                self._step, block.module_depth, block.top_modules, block.detailed, block.output_file
+            )
+
+    # -- all ranks ----------------------------------------------------------------------------------------------------
+
+    def _facts(self) -> StepFacts:
+        """Collective over all ranks."""
+        parts, root, mesh = self._engine._parts, self.profiler.rows()[0], self._engine._parts.mesh
+        stage = mesh.axis("pipe")
+        own = [root.flops, root.backward_flops, root.again_flops, self._own_params()]
+        sums = torch.zeros(stage.size, len(own), dtype=torch.int64, device=parts.device)
+        sums[stage.rank] = torch.tensor(own, dtype=torch.int64)
+        if mesh.world.size > 1:
+            comm.all_reduce(sums, group=mesh.world.group)
+        forward, backward, again, params = sums.sum(dim=0).tolist()
+        seconds = {name: self._milliseconds(name) / _MS_PER_SECOND for name in (FORWARD, BACKWARD, STEP)}
+        of_forward, of_backward = self.profiler.overhead_seconds
+        return StepFacts(
+            micro_batches=self._micro_batches,
+            samples=parts.batch.train,
+            forward_seconds=max(seconds[FORWARD] - of_forward, 0.0),
+            backward_seconds=max(seconds[BACKWARD] - of_backward, 0.0),
+            step_seconds=seconds[STEP],
+            ranks=mesh.world.size,
+            all_flops=forward + backward + again,
+            all_again_flops=again,
+            model_params=params,
+            by_stage=tuple((int(f), int(b)) for f, b, *_ in sums.tolist()) if stage.size > 1 else (),
+        )
+
+    def _milliseconds(self, name: str) -> float:
+        timers = self._engine._parts.report.timers
+        return timers(name).elapsed(reset=False) if timers.has_timer(name) else 0.0
+
+    def _own_params(self) -> int:
+        """Elements of the whole model that this rank answers for: over all ranks each is counted once."""
+        parts = self._engine._parts
+        mesh, cuts = parts.mesh, parts.cuts
+        is_first = mesh.zero_group.rank == 0 and mesh.axis("tensor").rank == 0
+        is_first_with_experts = mesh.expert_zero_group.rank == 0 and mesh.axis("tensor").rank == 0
+        total = 0
+        for name, param in self._engine.module.named_parameters():
+            if name in parts.stage.stored_elsewhere:
+                continue
+            is_of_rank = parts.of_experts(name) and name not in cuts
+            if is_first_with_experts if is_of_rank else is_first:
+                total += torch.Size(cuts.shape(name, whole_shape(param))).numel()
+        return total
