@@ -95,7 +95,7 @@ def _trilinear(args: Args, kwargs: Kwargs, result: Any) -> Work:
 
 
 def _convolution_backward(args: Args, kwargs: Kwargs, result: Any) -> Work:
-    gradient, x, weight, transposed, wanted = args[0], args[1], args[2], args[6], args[10]
+    gradient, x, weight, transposed, wanted = args[0], args[1], args[2], args[7], args[10]
     places = (x if transposed else gradient).shape[2:]
     macs = x.shape[0] * math.prod(places) * weight.numel()
     return Work(macs * (bool(wanted[0]) + bool(wanted[1])), gradient.numel() if wanted[2] else 0)

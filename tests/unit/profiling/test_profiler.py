@@ -194,7 +194,7 @@ def test_numbers_read_as_they_are_published() -> None:
 
 
 def test_peaks_are_known_by_product_and_format() -> None:
-    assert peak_flops_of("NVIDIA H200", 2) == 989.4e12
-    assert peak_flops_of("NVIDIA H200", 4) == 66.9e12
+    assert peak_flops_of("NVIDIA H200", 2) == pytest.approx(989.4e12)
+    assert peak_flops_of("NVIDIA H200", 4) == pytest.approx(66.9e12)
     assert peak_flops_of("NVIDIA H200", 8) is None
     assert peak_flops_of("", 2) is None
