@@ -11,7 +11,7 @@ Lives here: layout. Does not live here: sums (`summary`), writing (`profiler`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from deepspeed.profiling.flops_profiler.numbers import (
     duration_to_string,
@@ -21,9 +21,6 @@ from deepspeed.profiling.flops_profiler.numbers import (
     params_to_string,
 )
 from deepspeed.profiling.flops_profiler.summary import Row, StepFacts
-
-if TYPE_CHECKING:
-    from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
 
 __all__ = ["aggregated", "full_report"]
 
@@ -35,7 +32,25 @@ ones stand where they were called. The optimizer, collectives and what runs outs
 """
 
 
-def full_report(profiler: FlopsProfiler, step: int, module_depth: int, top_modules: int, *, detailed: bool) -> str:
+class Profile(Protocol):
+    """What a report is made of; `FlopsProfiler` has it."""
+
+    recompute_fwd_factor: float
+    step_facts: StepFacts | None
+
+    def rows(self) -> list[Row]:
+        """Every module, parents before children."""
+
+    @property
+    def uncounted(self) -> dict[str, int]:
+        """Operators without a formula, and their calls."""
+
+    @property
+    def peak_flops(self) -> float | None:
+        """FLOPs per second of the device."""
+
+
+def full_report(profiler: Profile, step: int, module_depth: int, top_modules: int, *, detailed: bool) -> str:
     """The whole report; see `FlopsProfiler.print_model_profile`."""
     found = profiler.rows()
     facts = profiler.step_facts
@@ -52,7 +67,7 @@ def full_report(profiler: FlopsProfiler, step: int, module_depth: int, top_modul
     return text + "=" * 80 + "\n"
 
 
-def _sums(profiler: FlopsProfiler, root: Row, facts: StepFacts | None) -> Iterator[tuple[str, str]]:
+def _sums(profiler: Profile, root: Row, facts: StepFacts | None) -> Iterator[tuple[str, str]]:
     yield "parameters on this rank", params_to_string(root.params)
     if facts is not None:
         yield "parameters of the whole model", params_to_string(facts.model_params)
