@@ -165,7 +165,7 @@ class ProfiledStep:
         for name, param in self._engine.module.named_parameters():
             if name in parts.stage.stored_elsewhere:
                 continue
-            is_of_rank = parts.of_experts(name) and name not in cuts
+            is_of_rank = parts.of_experts(name) and not cuts.is_along("expert", name)
             if is_first_with_experts if is_of_rank else is_first:
                 total += torch.Size(cuts.shape(name, whole_shape(param))).numel()
         return total
