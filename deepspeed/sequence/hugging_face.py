@@ -140,10 +140,8 @@ class UlyssesSPAttentionHF(nn.Module):
         if query.shape[2] != key.shape[2]:
             raise ArgumentError(
                 f"{type(module).__name__}: {query.shape[2]} query tokens and {key.shape[2]} key tokens on this rank; "
-                "over sequence "
-                "ranks both are the same tokens. Use use_cache=False; to generate, register with disable_in_eval=True "
-                "and call "
-                "model.eval()."
+                "over sequence ranks both are the same tokens. Use use_cache=False, or model.generate; for a loop of your "
+                "own that generates, register with disable_in_eval=True and call model.eval()."
             )
         if self._lengths is not None and self._lengths.tokens[self.rank] != query.shape[2]:
             raise ArgumentError(

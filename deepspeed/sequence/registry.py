@@ -2,12 +2,16 @@
 
     ALL_ATTENTION_FUNCTIONS["sdpa"]        SharedAttention      models whose type was registered: Ulysses; others: as before
     ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]   SharedMask           the same, for masks
+    GenerationMixin.generate               within it every model attends to the tokens that it is given, as before
 
 A model keeps the implementation that it has, so that all else which depends on its name stays as it was. What was there
 before is kept in what replaces it, so nothing here has to be remembered; `restore_transformers` puts it back.
 
 Lives here: the two replacements. Does not live here: the attention (`sequence.hugging_face`), masks (`sequence.masks`).
 transformers is imported where it is used: it is an optional dependency.
+
+[Note: generation is local] A generated token follows its own rank's prompt. So what ranks give to `generate`, alike
+or not, are prompts of their own, never parts of one sequence.
 """
 
 from __future__ import annotations
@@ -26,10 +30,19 @@ from deepspeed.errors import ArgumentError
 from deepspeed.sequence.library import transformers
 from deepspeed.sequence.masks import MaskOfParts, local_mask
 
-__all__ = ["SharedAttention", "core_attention", "is_registered", "own_masks", "register", "restore_transformers"]
+__all__ = [
+    "SharedAttention",
+    "core_attention",
+    "is_generating",
+    "is_registered",
+    "own_masks",
+    "register",
+    "restore_transformers",
+]
 
 Attention = Callable[..., tuple[Tensor, Any]]
 _EAGER = "eager"
+_RUNNING = "ds_calls_running"
 
 
 class SharedAttention:
@@ -47,7 +60,7 @@ class SharedAttention:
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Any]:
         """As transformers calls attention functions."""
-        ours = self.of_types.get(_type_of(getattr(module, "config", None)))
+        ours = None if is_generating() else self.of_types.get(_type_of(getattr(module, "config", None)))
         if ours is None:
             return self.core(module, query, key, value, local_mask(attention_mask), *args, **kwargs)
         return ours(module, query, key, value, attention_mask, *args, **kwargs)
@@ -68,7 +81,7 @@ class SharedMask:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As transformers calls mask functions."""
-        if self.is_core or _type_of(kwargs.get("config")) not in self._attention.of_types:
+        if self.is_core or is_generating() or _type_of(kwargs.get("config")) not in self._attention.of_types:
             return self.core(*args, **kwargs)
         return _mask_of_parts(kwargs.get("attention_mask"), functools.partial(self.core, *args, **kwargs))
 
@@ -128,12 +141,14 @@ def register(implementation: str, model_type: str, attention: Attention) -> None
         if implementation in masks:
             masks.register(implementation, SharedMask(masks[implementation], shared))
     shared.of_types[model_type] = attention
+    _let_generation_be_local()
 
 
 def is_registered(implementation: str, model_type: str, attention: Attention) -> bool:
-    """Whether models of that type attend by `attention` now."""
+    """Whether models of that type attend by `attention` now; while they generate they do not."""
     shared = transformers("modeling_utils").ALL_ATTENTION_FUNCTIONS.get(implementation)
-    return isinstance(shared, SharedAttention) and shared.of_types.get(model_type) is attention
+    is_there = isinstance(shared, SharedAttention) and shared.of_types.get(model_type) is attention
+    return is_there and not is_generating()
 
 
 def restore_transformers() -> None:
@@ -147,6 +162,38 @@ def restore_transformers() -> None:
     for name, found in list(masks.items()):
         if isinstance(found, SharedMask):
             masks.register(name, found.core)
+    mixin = _mixin()
+    if hasattr(mixin.generate, _RUNNING):
+        mixin.generate = mixin.generate.__wrapped__
+
+
+def is_generating() -> bool:
+    """Whether a model's `generate` runs now. See [Note: generation is local]."""
+    return bool(getattr(_mixin().generate, _RUNNING, None))
+
+
+def _let_generation_be_local() -> None:
+    """Put a function in front of `generate` that knows which calls run; it goes by the same name and signature."""
+    mixin = _mixin()
+    core = mixin.generate
+    if hasattr(core, _RUNNING):
+        return
+    running: list[Any] = []
+
+    @functools.wraps(core)
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        running.append(core)
+        try:
+            return core(*args, **kwargs)
+        finally:
+            running.pop()
+
+    setattr(generate, _RUNNING, running)  # functools.wraps hands it on to whoever goes in front of this one
+    mixin.generate = generate
+
+
+def _mixin() -> Any:
+    return transformers("generation").GenerationMixin
 
 
 @contextmanager
