@@ -197,6 +197,12 @@ def _mesh_of(model: nn.Module, mpu: Any, degrees: Degrees, mesh_param: tuple[int
                 "initialize(model=PipelineModule, mpu=...): the module has the groups of its ranks already. Leave mpu out; "
                 "PipelineModule(topology=...) says how ranks lie."
             )
+        if degrees.sequence > 1:
+            raise UnbuiltFeatureError(
+                f"{degrees.sequence} sequence-parallel ranks with a PipelineModule are not built yet. Leave "
+                "sequence_parallel_size and mesh_param out; long sequences fit a stage by recomputation "
+                "(activation_checkpoint_interval of PipelineModule) and in tiles (deepspeed.sequence.tiled)."
+            )
         mesh = model.mesh
         degrees.check(mesh, "topology of the PipelineModule")
     elif mpu is not None:

@@ -155,10 +155,6 @@ def _choose_parts(request: EngineRequest, terms: Terms) -> EngineParts:
 
 
 def _refuse_unbuilt(mesh: ParallelMesh, *, is_pipeline: bool) -> None:
-    if is_pipeline and mesh.axis("sequence").size > 1:
-        raise UnbuiltFeatureError(
-            f"{mesh.axis('sequence').size} sequence-parallel ranks with a PipelineModule are not built yet. Use a size of 1."
-        )
     if not is_pipeline and mesh.axis("pipe").size > 1:
         raise UnbuiltFeatureError(
             f"the mpu given to initialize() has {mesh.axis('pipe').size} pipeline stages, which this engine knows of a "

@@ -260,6 +260,11 @@ def _batch_sizes(rank: int, world_size: int) -> None:
     assert engine.grid.get_stage_id() == engine.get_pipeline_parallel_rank() == rank // 2
     with pytest.raises(ArgumentError, match="Leave mpu out"):
         deepspeed.initialize(model=engine.module, config=settings, mpu=engine.grid)
+    for arguments, keys in (({}, {"sequence_parallel_size": 2}), ({"mesh_param": (2, 2)}, {})):
+        with pytest.raises(
+            UnbuiltFeatureError, match=r"2 sequence-parallel ranks with a PipelineModule.*activation_checkpoint"
+        ):
+            deepspeed.initialize(model=engine.module, config={**settings, **keys}, **arguments)
 
 
 def test_batch_sizes_count_replicas_not_ranks() -> None:
