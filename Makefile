@@ -4,6 +4,7 @@
 #   make test    the whole test suite             make lint   style, types, layers, spelling
 #   make test-twins  the tests whose subject has native code, on its torch twins; all on the twins: make test DS_NATIVE=0
 #   make bench   the benchmarks docs may quote    make docs   write docs/reference/config.md anew from the models
+#   make client-suites  the clients' own DeepSpeed tests, from their source distributions (minutes; fetches them)
 #   make clean   remove what the tools left; .venv and runs/ stay
 #
 # PYTHON=python3.12 chooses the interpreter of a new .venv. PIP_ARGS goes to pip, for example
@@ -22,7 +23,7 @@ READY := .venv/.ready
 # Optimizers, quantiser, file engine and copies themselves, the tiers, and each ZeRO stage with each optimizer.
 TWIN_TESTS := tests/unit/ops tests/unit/offload tests/unit/test_env_report.py tests/ranks/test_optimizers_sharded.py
 
-.PHONY: train test test-twins lint lint-style lint-types lint-layers lint-spelling bench docs clean
+.PHONY: train test test-twins client-suites lint lint-style lint-types lint-layers lint-spelling bench docs clean
 
 train: $(READY)
 	$(BIN)/python examples/gpt/run.py
@@ -35,6 +36,9 @@ test-twins: export OMP_NUM_THREADS := 1
 test-twins: export DS_NATIVE := 0
 test-twins: $(READY)
 	$(PYTEST) $(TWIN_TESTS) --ignore tests/unit/ops/device
+
+client-suites: $(READY)
+	$(BIN)/python tests/clients/suites/run.py
 
 lint: lint-style lint-types lint-layers lint-spelling
 

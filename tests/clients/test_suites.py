@@ -1,0 +1,108 @@
+"""The command that runs the clients' own tests: a list of passes may only grow, and a listed test that fails is told."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+_SUITES = Path(__file__).parent / "suites"
+_NAMES = ("passes", "clients", "run")
+
+
+@pytest.fixture
+def run() -> ModuleType:
+    """The command's module, imported as the command does: siblings by their short names, forgotten afterwards."""
+    before = list(sys.path)
+    sys.path.insert(0, str(_SUITES))
+    try:
+        import run as module  # type: ignore[import-not-found]
+
+        yield module
+    finally:
+        sys.path[:] = before
+        for name in _NAMES:
+            sys.modules.pop(name, None)
+
+
+_TESTS = """
+import unittest
+import pytest
+
+def test_good(): assert True
+def test_bad(): assert False, "as it is meant to"
+
+@pytest.mark.skipif(True, reason="test requires GPU")
+def test_marked(): assert True
+
+@pytest.mark.skipif(True, reason="test requires GPU")
+def test_left_alone(): assert True
+
+class TestSubs(unittest.TestCase):
+    def test_subs(self):
+        for number in range(2):
+            with self.subTest(number):
+                assert number == 0
+"""
+
+
+def test_only_tests_that_pass_are_listed_and_a_listed_one_that_does_not_is_told(
+    run: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A made-up client whose source lies there already: nothing is fetched, and pytest runs it in a process of its own."""
+    monkeypatch.setattr(run, "version", lambda name: "1.0")
+    lists = tmp_path / "lists"
+    lists.mkdir()
+    client = run.Client(
+        "made-up", tests=("tests/test_it.py",), without_gpu=("test_marked",), laid={"tests/test_it.py": _TESTS}
+    )
+    (tmp_path / "folder" / "made-up-1.0").mkdir(parents=True)
+    arguments = ["--folder", str(tmp_path / "folder")]
+
+    assert run.main(arguments, [client], lists) == 0
+    assert not list(lists.iterdir())  # only --update writes
+    assert run.main([*arguments, "--update"], [client], lists) == 0
+    listed = (lists / "made-up-1.0.txt").read_text()
+    assert listed == "tests/test_it.py::test_good\ntests/test_it.py::test_marked\n"
+    assert "fails, unlisted: tests/test_it.py::TestSubs::test_subs" in capsys.readouterr().out
+
+    (lists / "made-up-1.0.txt").write_text(listed + "tests/test_it.py::test_bad\ntests/test_it.py::test_left_alone\n")
+    assert (
+        run.main([*arguments, "--update"], [client], lists) == 1
+    )  # failed, and skipped: both are lost, neither is taken off
+    told = capsys.readouterr().out
+    assert "LOST: tests/test_it.py::test_bad" in told
+    assert "LOST: tests/test_it.py::test_left_alone" in told
+    assert "test_bad" in (lists / "made-up-1.0.txt").read_text()
+
+
+def test_a_client_none_of_whose_tests_ran_is_an_error(
+    run: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "version", lambda name: "1.0")
+    client = run.Client("made-up", tests=("tests/test_it.py",), laid={"tests/test_it.py": "import no_such_module"})
+    (tmp_path / "made-up-1.0").mkdir()
+    with pytest.raises(RuntimeError, match="ran none of made-up's tests and ended with status 2"):
+        run.main(["--folder", str(tmp_path)], [client], tmp_path)
+
+
+def test_adding_to_a_list_keeps_what_stands_there(run: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "list.txt"
+    path.write_text("# why\nb\n")
+    run.passes.add(path, ["c", "a"])
+    assert path.read_text() == "# why\na\nb\nc\n"
+    assert run.passes.judge(run.passes.read(path), {"a": True, "b": False, "d": True, "e": False}) == run.passes.Verdict(
+        lost=("b", "c"), new=("d",), failed=("e",)
+    )
+
+
+def test_every_list_is_of_a_client_at_its_pinned_version(run: ModuleType) -> None:
+    pinned = {f"{client.name}-{run.version(client.name)}": client for client in run.CLIENTS}
+    lists = {path.stem: run.passes.read(path) for path in _SUITES.glob("*.txt")}
+    assert lists
+    assert lists.keys() <= pinned.keys()  # a client moved to another version begins a list of its own
+    assert all(lists.values())
+    with pytest.raises(LookupError, match=r"constraints\.txt does not pin no-such-client"):
+        run.version("no-such-client")
