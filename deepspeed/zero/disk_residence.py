@@ -7,7 +7,8 @@
     a buffer            | masters of the run's slices |pad| state tensors of its slices |     `offload.run_buffers`
 
 Between walks a slice's `master` and `param` are zeros without memory of their own, and its state tensors are meta tensors:
-shapes and dtypes can be asked, and whoever reads values the wrong way gets an error instead of zeros. Which state tensors an
+shapes and dtypes can be asked, and whoever reads values the wrong way gets an error instead of zeros; moved to a device
+they stay where they are, for clients that move all of `optimizer.state` when they are done. Which state tensors an
 optimizer keeps is known before its first step (`optim.state_tensors`), so that their space is reserved at the start; the
 optimizer makes them at that step, as ever, and they are copied into the run's buffer afterwards.
 
@@ -342,8 +343,22 @@ def _tensor_at(memory: Tensor, start: int, numel: int, dtype: torch.dtype) -> Te
     return memory[start : start + numel * dtype.itemsize].view(dtype)
 
 
+class _StandIn(Tensor):
+    """A meta tensor for what rests in a file: another device is no place for it, and asking for one changes nothing."""
+
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        is_of_another_type = any(isinstance(value, (torch.dtype, Tensor)) for value in (*args, *kwargs.values()))
+        return super().to(*args, **kwargs) if is_of_another_type else self
+
+    def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self
+
+    def cuda(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self
+
+
 def _stand_in(s: Slice, dtype: torch.dtype) -> Tensor:
-    return torch.empty(s.param.shape, dtype=dtype, device="meta")
+    return torch.empty(s.param.shape, dtype=dtype, device="meta").as_subclass(_StandIn)
 
 
 def _refuse_unknown(s: Slice, state: Mapping[str, Any], place: _Place) -> None:

@@ -191,6 +191,28 @@ def test_state_dicts_hold_everything(tmp_path: Path) -> None:
     run_ranks(_state_dicts, 1, str(tmp_path))
 
 
+def _moved(rank: int, world_size: int, folder: str) -> None:
+    found = []
+    for is_moved in (False, True):
+        engine = _engine(_nvme(folder))
+        train(engine, _batches(world_size, 0, 2), rank)
+        if is_moved:
+            for state in engine.optimizer.state.values():
+                for key in ("exp_avg", "exp_avg_sq"):
+                    state[key] = state[key].to(torch.device("cpu"), non_blocking=True).cpu()
+            with pytest.raises(NotImplementedError):  # that would take values
+                state["exp_avg"].to("cpu", torch.float64)
+        train(engine, _batches(world_size, 2, 2), rank)
+        found.append(_whole(engine))
+        engine.destroy()
+    assert _same(*found)
+
+
+def test_state_on_a_disk_stays_there_when_a_client_moves_all_state(tmp_path: Path) -> None:
+    """As Lightning does when a run ends: every entry of `optimizer.state` goes to the CPU and is put back."""
+    run_ranks(_moved, 2, str(tmp_path))
+
+
 def _hand_back(rank: int, world_size: int, folder: str) -> None:
     for offload in ({"device": "cpu"}, _nvme(folder)):
         model = build(TiedGpt, dtype=torch.float32)
