@@ -35,7 +35,7 @@ from deepspeed.engine.checkpointing import Checkpointing
 from deepspeed.engine.cuts import Cuts
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.expert_report import ExpertReport
-from deepspeed.engine.experts import gather_experts_together, is_name_of_experts, refuse_for_experts
+from deepspeed.engine.experts import gather_experts_together, is_name_of_experts, refuse_for_experts, spread_experts
 from deepspeed.engine.loader import build_loader
 from deepspeed.engine.partition import Partition, attach_gradient_stores, copy_from_first_rank, plan_partition
 from deepspeed.engine.parts import EngineParts
@@ -65,6 +65,7 @@ from deepspeed.zero.optimizer import ZeroOptimizer
 from deepspeed.zero.prefetch import GatherSettings
 from deepspeed.zero.published import publish_whole
 from deepspeed.zero.shard import refuse_lost_writes, whole_shape
+from deepspeed.zero.small import WholeParameters, publish_small, withdraw_small
 
 logger = get_logger(__name__)
 
@@ -119,6 +120,8 @@ def _choose_parts(request: EngineRequest, terms: Terms) -> EngineParts:
         residence = tier.residence(partition.trained, basic.optimizer, terms.policy)
         trained = build_training(request, terms, basic, partition, residence, coordinator)
     cast_module(module, terms.policy)
+    if config.zero_optimization.stage == 3:
+        _publish_small(module, axes)
     report = _report(request, terms)
     return EngineParts(
         module=module,
@@ -201,6 +204,14 @@ def _release_earlier_engines(module: nn.Module, config: DeepSpeedConfig, basic: 
     if basic is not None or config.zero_optimization.stage == 3:
         for param in module.parameters():
             release_owner(param)
+        withdraw_small(module.parameters())
+
+
+def _publish_small(module: nn.Module, axes: ModelAxes) -> None:
+    of_experts = spread_experts(module)
+    for is_expert, axis in ((True, axes.experts.shard), (False, axes.dense.shard)):
+        params = [param for param in module.parameters() if (id(param) in of_experts) == is_expert]
+        publish_small(params, WholeParameters(axis, is_expert=is_expert))
 
 
 def _coordinator(module: nn.Module, config: DeepSpeedConfig, partition: Partition) -> ParameterCoordinator | None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import watch
-from deepspeed.common.logging import warn_once
+from deepspeed.common.logging import get_logger, warn_once
 from deepspeed.common.pytree import map_tensors
 from deepspeed.engine.config_access import ConfigAccess
 from deepspeed.engine.loading import LoadingMembers
@@ -32,8 +32,15 @@ from deepspeed.engine.undecided import UndecidedStep
 from deepspeed.engine.whole_model import WholeModelMembers
 from deepspeed.errors import ArgumentError, UnbuiltFeatureError, UsageError
 from deepspeed.zero.sanity import agree, held_alike
+from deepspeed.zero.small import withdraw_small
+
+logger = get_logger(__name__)
 
 _GC_EVERY_STEPS = 100
+_STOPPED = (
+    "backward stopped half way (%s), so some gradients have a part of this micro-batch. To go on, call engine.zero_grad() "
+    "and repeat the batch from its first micro-batch."
+)
 _NO_OPTIMIZER = "on an engine without an optimizer. Give initialize() an optimizer to train."
 
 
@@ -149,7 +156,11 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, SavingMembers, LoadingMem
             timers(BACKWARD_INNER).stop()
             timers(BACKWARD_ALLREDUCE).start()
 
-        parts.reducer.drive(autograd)
+        try:
+            parts.reducer.drive(autograd)
+        except BaseException as error:  # an interrupt too: in a notebook people go on after it
+            logger.warning(_STOPPED, type(error).__name__)
+            raise
         timers(BACKWARD_ALLREDUCE).stop()
         timers(BACKWARD).stop()
         report.mark("after backward")
@@ -374,6 +385,7 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, SavingMembers, LoadingMem
             if self._config.disable_python_gc:
                 stack.callback(gc.enable)
             stack.callback(parts.report.monitor.close)
+            stack.callback(withdraw_small, self.module.parameters())
             for flat in parts.partition.frozen:
                 stack.callback(flat.release)
             if optimizer is not None:

@@ -280,3 +280,54 @@ def test_a_tiled_linear_takes_the_values_of_a_sharded_layer() -> None:
     for difference in run_ranks(_fill_tiles, 2):
         # |w| <= 5**-0.5 and inputs <= 9, so sums are <= 21; 6 roundings in each of two orders, 2**-24 of that each
         assert difference <= 2 * 6 * 21 * 2**-24
+
+
+# -- small parameters that an engine keeps whole ----------------------------------------------------------------------
+
+
+def _edit_small_ones(rank: int, world_size: int, is_trained: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 3))
+    model[1].bias.requires_grad_(False)
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    config |= {"bf16": {"enabled": True}}
+    config |= {"optimizer": {"type": "SGD", "params": {"lr": 0.0}}} if is_trained else {}
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    params: list[Any] = list(model.parameters())
+    for p in params:
+        assert (p.ds_numel, p.ds_shape, p.partition_numel()) == (p.numel(), p.shape, p.numel())
+        assert p.ds_persist
+        assert p.ds_status is ZeroParamStatus.AVAILABLE
+    with GatheredParameters(set(params), modifier_rank=world_size - 1):
+        for p in params:
+            p.data.fill_(float(rank + 1))
+    assert [set(_read(p)) for p in params] == [{float(world_size)}] * len(params)
+    if is_trained:  # at rate 0: what comes back is the master
+        engine.backward(engine(torch.ones(1, 3).bfloat16()).sum())
+        engine.step()
+    params[0].all_gather()
+    params[0].partition(has_been_updated=True)
+    assert [set(p.detach().flatten().tolist()) for p in params] == [{float(world_size)}] * len(params)
+    engine.destroy()
+    assert not any(name.startswith(("ds_", "_ds")) for p in params for name in vars(p))
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_an_edit_of_small_parameters_reaches_all_ranks(world_size: int, is_trained: bool) -> None:
+    """Which are too small to be sharded is the engine's business: clients gather and edit all alike."""
+    run_ranks(_edit_small_ones, world_size, is_trained)
+
+
+def _replace_engine(rank: int, world_size: int) -> None:
+    model = nn.Linear(3, 2)
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    deepspeed.initialize(model=model, config=config)
+    config = {**config, "zero_optimization": {"stage": 1}, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    assert not any(hasattr(p, "ds_id") for p in model.parameters())
+    engine.destroy()
+
+
+def test_an_engine_at_another_stage_makes_them_ordinary_ones() -> None:
+    run_ranks(_replace_engine, 2)
