@@ -100,7 +100,9 @@ def _cure(train: int, micro: int | None, accumulation: int | None, ranks: int) -
         options.append(f"train_micro_batch_size_per_gpu {train // (ranks * (accumulation or 1))}")
     product = (micro or 1) * (accumulation or 1)
     if train % product == 0 and train // product != ranks:
-        options.append(f"{train // product} data-parallel {_ranks(train // product)}")
+        needed = train // product
+        start = f" (deepspeed --num_gpus {needed} train.py)" if ranks == 1 else ""  # no launcher, or a launcher told 1
+        options.append(f"{needed} data-parallel {_ranks(needed)}{start}")
     return f"These would work: {', or '.join(options)}. Or set two of the three and leave the last out."
 
 

@@ -250,7 +250,7 @@ class ParallelMesh:
         if expert < 1 or self.sizes["replica"] % expert:
             raise ArgumentError(
                 f"experts over {expert} ranks (ep_size) do not divide the {data.size} data-parallel ranks. Use an ep_size "
-                f"that divides {data.size}, or start other ranks."
+                f"that divides {data.size}, or start other ranks (`deepspeed --num_gpus {expert} train.py`)."
             )
         same = (*_OTHERS, _DATA, _ZERO, _PIPE_DATA, _STAGE, _PIPE_TENSOR)
         kept: dict[tuple[str, ...], AxisGroup] = {axes: self._groups[axes] for axes in same}
@@ -371,7 +371,7 @@ def _sizes(world_size: int, pipe: int, shard: int, expert: int, sequence: int, t
         text = " x ".join(f"{axis}={size}" for axis, size in given.items() if size > 1)
         raise ArgumentError(
             f"{text} = {taken} ranks do not divide the world of {world_size} ranks. "
-            f"Start a multiple of {taken} ranks, or change one of the sizes."
+            f"Start a multiple of {taken} ranks (`deepspeed --num_gpus {taken} train.py`), or change one of the sizes."
         )
     return pipe, world_size // taken, shard, expert, sequence, tensor
 

@@ -94,6 +94,11 @@ def test_the_error_is_what_clients_catch() -> None:
     assert issubclass(BatchSizeError, ConfigError)
 
 
+def test_one_process_is_told_how_to_start_more() -> None:
+    with pytest.raises(BatchSizeError, match=r"4 data-parallel ranks \(deepspeed --num_gpus 4 train.py\)"):
+        resolve_batch(8, 2, 1, 1)
+
+
 def test_the_error_names_ranks_and_sizes_that_work() -> None:
     with pytest.raises(BatchSizeError) as error:
         resolve_batch(8, 2, 4, 2)

@@ -173,7 +173,7 @@ def test_a_thousand_ranks_know_their_places(pretend: Callable[..., None]) -> Non
 
 def test_sizes_that_do_not_divide_the_world_are_refused_with_the_numbers(pretend: Callable[..., None]) -> None:
     pretend(0, 8)
-    with pytest.raises(ArgumentError, match=r"pipe=3 x tensor=2 = 6 ranks do not divide the world of 8 ranks"):
+    with pytest.raises(ArgumentError, match=r"pipe=3 x tensor=2 = 6 ranks .* world of 8 ranks.*--num_gpus 6 "):
         ParallelMesh.build(pipe=3, tensor=2)
     with pytest.raises(ArgumentError, match=r"mesh sizes \{'shard': 0\}"):
         ParallelMesh.build(shard=0)
