@@ -253,7 +253,8 @@ def _start_group(backend: str, placement: Placement, wait: timedelta, init_metho
     if placement.world_size > 1 and init_method is None and placement.master_addr is None:
         raise CommError(
             f"{placement.source} says {placement.world_size} ranks, but MASTER_ADDR is missing, so they cannot find rank 0. "
-            "Set MASTER_ADDR to the host of rank 0 (mpirun -x MASTER_ADDR=host, mpirun -genv MASTER_ADDR host)."
+            "Start the script with the deepspeed launcher or torchrun, or set MASTER_ADDR to the host of rank 0 (mpirun -x "
+            "MASTER_ADDR=host, mpirun -genv MASTER_ADDR host)."
         )
     try:
         if backend == "mpi":  # MPI itself knows rank and size

@@ -350,7 +350,8 @@ def _topology(num_stages: int | None, topology: ProcessTopology | None) -> Proce
     if num_stages < 1 or world_size % num_stages:
         raise PipelineError(
             f"num_stages={num_stages}, but {world_size} ranks were started, which {num_stages} does not divide. "
-            f"Start a multiple of {max(num_stages, 1)} ranks, or choose a number of stages that divides {world_size}."
+            f"Start a multiple of {max(num_stages, 1)} ranks (`deepspeed --num_gpus {max(num_stages, 1)} train.py`), "
+            f"or choose a number of stages that divides {world_size}."
         )
     return PipeDataParallelTopology(num_stages, world_size // num_stages)
 
