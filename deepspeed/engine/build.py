@@ -63,7 +63,6 @@ from deepspeed.zero.flat import owner_of, release_owner
 from deepspeed.zero.leaf import apply_leaf_config
 from deepspeed.zero.optimizer import ZeroOptimizer
 from deepspeed.zero.prefetch import GatherSettings
-from deepspeed.zero.published import publish_whole
 from deepspeed.zero.shard import refuse_lost_writes, whole_shape
 from deepspeed.zero.small import WholeParameters, publish_small, withdraw_small
 
@@ -218,11 +217,7 @@ def _coordinator(module: nn.Module, config: DeepSpeedConfig, partition: Partitio
     if config.zero_optimization.stage < 3:
         return None
     attach_external_tables(module.modules())
-    sharded = {id(member.param) for flat in partition.sharded for member in flat.members}
-    for param in module.parameters():
-        if id(param) not in sharded:
-            publish_whole(param)
-    if not sharded:
+    if not partition.sharded:
         return None
     settings = GatherSettings.from_config(config.zero_optimization)
     coordinator = build_coordinator(module, partition.units, partition.sharded, settings)

@@ -1,9 +1,8 @@
 """What clients read on a sharded parameter: its whole shape, this rank's share, and whether it is whole now.
 
-    publish ----------> param.ds_shape, ds_numel, ds_tensor, ds_status, ...      `hasattr(param, "ds_id")` says "sharded"
-    set_status -------> param.ds_status
-    publish_whole ----> param.ds_status, ds_persist, ds_active_sub_modules: too small to be sharded, at stage 3
-    withdraw ---------> an ordinary parameter again; attributes that the user set stay
+    publish ----> param.ds_shape, ds_numel, ds_tensor, ds_status, ...      `hasattr(param, "ds_id")` says "stage 3 has it"
+    set_status -> param.ds_status
+    withdraw ---> an ordinary parameter again; attributes that the user set stay
 
 Lives here: the attributes, all of them, under their published names. They repeat what the holder knows (`zero.holder`), and
 nothing inside this library reads them back, but for `ds_id`: an order of parameters that is the same on all ranks.
@@ -35,7 +34,6 @@ __all__ = [
     "ZeroParamType",
     "in_rank_order",
     "publish",
-    "publish_whole",
     "set_status",
     "withdraw",
 ]
@@ -79,15 +77,17 @@ def publish(
     shard: Tensor,
     *,
     group: comm.ProcessGroup | None = None,
+    is_whole: bool = False,
     is_remote: bool = False,
 ) -> None:
-    """Set the attributes of a sharded parameter, or refresh them; it counts as not whole.
+    """Set the attributes of a parameter of stage 3, or refresh them; it counts as not whole, unless it always is.
 
     Args:
         param: the parameter; `set_holder` has said who keeps it.
         shape: of the whole parameter.
         shard: this rank's share, 1-D; the very tensor that is gathered from, so that assigning its `.data` has effect.
         group: the ranks that share it; None is the world.
+        is_whole: too small to be sharded; `shard` is all of it (`zero.small`).
         is_remote: the shard rests outside memory, and `shard` is a stand-in on the meta device.
     """
     methods = _Methods(param)
@@ -96,8 +96,8 @@ def publish(
         "ds_shape": shape,
         "ds_numel": shape.numel(),
         "ds_tensor": shard,
-        "ds_status": ZeroParamStatus.NOT_AVAILABLE,
-        "ds_persist": False,
+        "ds_status": ZeroParamStatus.AVAILABLE if is_whole else ZeroParamStatus.NOT_AVAILABLE,
+        "ds_persist": is_whole,
         "ds_process_group": group,
         "ds_param_type": ZeroParamType.REMOTE if is_remote else ZeroParamType.PARTITIONED,
         "ds_active_sub_modules": set(),
@@ -111,21 +111,6 @@ def publish(
     if attributes["ds_id"] is None:
         attributes["ds_id"] = next(_ids)
     vars(param).update(attributes)
-
-
-def publish_whole(param: nn.Parameter) -> None:
-    """Set what clients read on every parameter of a model at stage 3, on one that is too small to be sharded.
-
-    No more than that: `ds_id`, by which clients tell sharded parameters from others, and what describes a shard are absent.
-    """
-    vars(param).update(
-        {
-            "ds_status": ZeroParamStatus.AVAILABLE,
-            "ds_persist": True,
-            "ds_active_sub_modules": set(),
-            "__reduce_ex__": _Methods(param).reduce,
-        }
-    )
 
 
 def set_status(param: nn.Parameter, status: ZeroParamStatus) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 from deepspeed import comm
 from deepspeed.topology.mesh import AxisGroup
 from deepspeed.zero.holder import holder_of, set_holder
-from deepspeed.zero.published import ZeroParamStatus, publish, set_status, withdraw
+from deepspeed.zero.published import publish, withdraw
 
 __all__ = ["WholeParameters", "publish_small", "withdraw_small"]
 
@@ -60,8 +60,7 @@ class WholeParameters:
         """Give `param` the attributes that clients read; this rank's share of it is all of it."""
         set_holder(param, self)
         group = self._axis.group if self._axis.size > 1 else None
-        publish(param, param.shape, param.detach().reshape(-1), group=group, is_persistent=True)
-        set_status(param, ZeroParamStatus.AVAILABLE)
+        publish(param, param.shape, param.detach().reshape(-1), group=group, is_whole=True)
 
 
 def publish_small(params: Iterable[nn.Parameter], holder: WholeParameters) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from deepspeed.errors import UsageError
 from deepspeed.zero.holder import set_holder
-from deepspeed.zero.published import ZeroParamStatus, in_rank_order, publish, publish_whole, set_status, withdraw
+from deepspeed.zero.published import ZeroParamStatus, in_rank_order, publish, set_status, withdraw
 
 
 class NullHolder:
@@ -64,10 +64,10 @@ def test_publishing_again_keeps_the_identity_and_withdrawing_leaves_what_the_use
 def test_a_parameter_too_small_to_be_sharded_says_that_it_is_whole_and_pickles_as_an_ordinary_one() -> None:
     param: Any = nn.Parameter(torch.ones(2))
     param.tag = "mine"
-    publish_whole(param)
+    publish(param, param.shape, param.detach(), is_whole=True)
     param.ds_active_sub_modules.clear()
     assert (param.ds_status, param.ds_persist) == (ZeroParamStatus.AVAILABLE, True)
-    assert not hasattr(param, "ds_id")
+    assert (param.ds_numel, param.partition_numel()) == (2, 2)
     assert vars(pickle.loads(pickle.dumps(param))) == {"tag": "mine"}
     assert copy.deepcopy(param).tolist() == [1.0, 1.0]
     withdraw(param)
