@@ -157,8 +157,7 @@ class SavingMembers:
     def _share(self, flat: FlatGroup) -> Share:
         """How much of what ranks hold alike of `flat` this rank writes."""
         axes, shares = self._parts.partition.axes, self._parts.checkpointing.write_shares
-        share = shares.of(axes.of_kind(flat.kind).replica.ranks)
-        return share if flat.kind.is_part else shares.along(share, axes.tensor.ranks)
+        return shares.of(axes.of_kind(flat.kind).replica.ranks, () if flat.kind.is_part else axes.tensor.ranks)
 
     def _other_pieces(self, elsewhere: Set[str], *, exclude_frozen: bool) -> Iterator[Piece]:
         axes, shares, of_experts = self._parts.partition.axes, self._parts.checkpointing.write_shares, self._parts.of_experts
@@ -166,9 +165,8 @@ class SavingMembers:
         managed = {member.name for flat in self._parts.partition.flats for member in flat.members}
         others = unmanaged_parameters(self.module, managed | elsewhere, exclude_frozen=exclude_frozen)
         for number, (name, param) in enumerate(others):
-            share = shares.of((axes.experts if of_experts(name) else axes.dense).data.ranks)
-            if not cuts.is_along("tensor", name):
-                share = shares.along(share, axes.tensor.ranks)
+            data = (axes.experts if of_experts(name) else axes.dense).data
+            share = shares.of(data.ranks, () if cuts.is_along("tensor", name) else axes.tensor.ranks)
             if number % share.parts == share.part:
                 yield cuts.piece(names.module_tensor(name), name, param.shape, 0, param)
         for name, buffer in persistent_buffers(self.module):

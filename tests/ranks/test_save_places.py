@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from deepspeed import comm
 from deepspeed.checkpoint import list_tags, open_checkpoint
 from deepspeed.checkpoint.save.node_merge import merge_nodes
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.errors import CheckpointError
+from tests.support.cut_net import TensorUnit, cut_net, cuts_of
 from tests.support.engines import config, make_engine, train, zero
 from tests.support.models import Mlp, build, make_batches
 from tests.support.ranks import run_ranks
@@ -130,3 +133,59 @@ def test_checkpoints_are_copied_to_the_tier_that_stays_and_loaded_from_it(tmp_pa
     run_ranks(_in_two_tiers, 2, str(tmp_path))
     source = open_checkpoint(tmp_path / "slow")  # with every hash
     assert source.state["global_steps"] == 1
+
+
+def _tensor_ranks_on_two_nodes(rank: int, world_size: int, root: str, stage: int, block: dict[str, Any]) -> None:
+    """Two tensor ranks on each node; what both hold whole is written once there, or once in all."""
+    os.environ["LOCAL_RANK"] = str(rank % PER_NODE)
+    is_local = "use_node_local_storage" in block
+    folder = Path(root, f"node{rank // PER_NODE}" if is_local else "shared")
+    unit = TensorUnit(2)
+
+    def engine() -> DeepSpeedEngine:
+        model = cut_net().cut(unit.get_model_parallel_rank(), 2, unit.get_model_parallel_group())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return make_engine(model, config(1, 2, **zero(stage), checkpoint=block), mpu=unit, optimizer=optimizer)
+
+    first = engine()
+    batches = make_batches(cut_net(), 4, 1, 2, 2)
+    train(first, batches[:2], unit.get_data_parallel_rank())
+    first.save_checkpoint(folder, "t")
+    cuts, whole = cuts_of(first.module), cut_net()
+    expected = train(first, batches[2:], unit.get_data_parallel_rank())
+    first.destroy()
+    numels = {name: cuts[name].stored_starts()[-1] if name in cuts else p.numel() for name, p in whole.named_parameters()}
+    comm.barrier()
+    copies = 2 if is_local and stage == 0 else 1  # at stage 0 every node has all parts
+    written = _numel_written(Path(root))
+    assert written == copies * sum(numels.values()), f"{written} of {numels}, {copies} times"
+    again = engine()
+    again.load_checkpoint(folder, "t")
+    found = train(again, batches[2:], unit.get_data_parallel_rank())
+    assert found.losses == expected.losses
+    assert _equal(found.weights, expected.weights)
+    again.destroy()
+
+
+def _numel_written(root: Path) -> int:
+    """Of weights: what else is saved is not in float64."""
+    total = 0
+    for path in root.glob("*/t/rank_*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            keys = file.keys()
+            slices = [file.get_slice(key) for key in keys]
+            total += sum(math.prod(each.get_shape()) for each in slices if each.get_dtype() == "F64")
+    return total
+
+
+def _tensor_ranks(rank: int, world_size: int, root: str) -> None:
+    for stage in (0, 1, 3):
+        for key, block in (
+            ("local", {"use_node_local_storage": True}),
+            ("machine", {"writer": {"data_parallel": "MACHINE"}}),
+        ):
+            _tensor_ranks_on_two_nodes(rank, world_size, f"{root}/{stage}-{key}", stage, block)
+
+
+def test_what_tensor_ranks_hold_alike_is_written_once_on_a_node(tmp_path: Path) -> None:
+    run_ranks(_tensor_ranks, 4, str(tmp_path), timeout_seconds=60)

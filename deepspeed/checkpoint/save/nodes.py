@@ -15,7 +15,7 @@ from pydantic import JsonValue
 
 from deepspeed import comm
 from deepspeed.checkpoint.agreement import Ranks, together
-from deepspeed.checkpoint.save.write_share import Share
+from deepspeed.checkpoint.save.write_share import Share, held_alike
 
 __all__ = ["NodeShares", "Nodes", "find_nodes", "nodes_of"]
 
@@ -84,11 +84,8 @@ class NodeShares:
         self._rank = rank
         self._nodes = nodes
 
-    def of(self, ranks: Sequence[int]) -> Share:
-        """This rank's share of what the global ranks `ranks`, itself among them, hold alike."""
-        beside = [rank for rank in ranks if self._nodes.node_of[rank] == self._nodes.node_of[self._rank]]
-        return Share(len(beside), beside.index(self._rank))
-
-    def along(self, share: Share, ranks: Sequence[int]) -> Share:
-        """Where the ranks of another axis hold alike what `share` says: the same. Each has what it loads on its disk."""
-        return share
+    def of(self, ranks: Sequence[int], beside: Sequence[int] = ()) -> Share:
+        """This rank's share of what global ranks hold alike; arguments as for `WriteShares.of`."""
+        node = self._nodes.node_of[self._rank]
+        here = [rank for rank in held_alike(self._rank, ranks, beside) if self._nodes.node_of[rank] == node]
+        return Share(len(here), here.index(self._rank))

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-__all__ = ["Share", "Unit", "WriteShares", "own_place"]
+__all__ = ["Share", "Unit", "WriteShares", "held_alike", "own_place"]
 
 Unit = Literal["REPLICA", "SOCKET", "MACHINE"]
 _CPUS = Path("/sys/devices/system/cpu")
@@ -28,35 +28,38 @@ class Share(NamedTuple):
     part: int | None
 
 
-class WriteShares:
-    """Shares of one rank.
+def held_alike(rank: int, ranks: Sequence[int], beside: Sequence[int]) -> list[int]:
+    """Global ranks that hold what the lines of `rank` along two axes, `ranks` and `beside`, hold alike; one axis: `ranks`.
 
-    [Note: two axes] What the ranks of two axes hold alike is shared along one, then along the other. Places may differ from
-    one line of ranks to the next, and shares along both would not fit together: with places, the first rank of the second
-    axis writes.
+    Numbers of ranks are sums of what their places on each axis come to, so the line beside another rank is this one, moved.
     """
+    return sorted({one - rank + other for one in ranks for other in beside}) if beside else list(ranks)
+
+
+class WriteShares:
+    """Shares of one rank."""
 
     def __init__(self, rank: int, places: Mapping[int, str] | None = None) -> None:
         """Take this global rank and where each global rank runs: ranks of one place have one writer. None: all write."""
         self._rank = rank
         self._places = places
 
-    def of(self, ranks: Sequence[int]) -> Share:
-        """This rank's share of what the global ranks `ranks`, itself among them, hold alike."""
+    def of(self, ranks: Sequence[int], beside: Sequence[int] = ()) -> Share:
+        """This rank's share of what global ranks, itself among them, hold alike.
+
+        Args:
+            ranks: those of one axis.
+            beside: those of another, where beside each of `ranks` others hold it too; this rank's own line.
+        """
         if self._places is None:
-            return Share(len(ranks), ranks.index(self._rank))
+            width = max(1, len(beside))
+            place = beside.index(self._rank) if beside else 0
+            return Share(len(ranks) * width, ranks.index(self._rank) * width + place)
         first_of: dict[str, int] = {}
-        for rank in ranks:
+        for rank in held_alike(self._rank, ranks, beside):
             first_of.setdefault(self._places[rank], rank)
         writers = list(first_of.values())
         return Share(len(writers), writers.index(self._rank) if self._rank in writers else None)
-
-    def along(self, share: Share, ranks: Sequence[int]) -> Share:
-        """This rank's share of what `share` says, where the ranks of another axis hold it too; see [Note: two axes]."""
-        place = ranks.index(self._rank)
-        if self._places is not None:
-            return share if place == 0 else Share(share.parts, None)
-        return Share(share.parts * len(ranks), None if share.part is None else share.part * len(ranks) + place)
 
 
 def own_place(unit: Literal["SOCKET", "MACHINE"], cpus: Path = _CPUS) -> str:

@@ -44,13 +44,25 @@ def test_what_two_axes_hold_alike_has_one_writer_for_each_share(first: int, seco
         shares = []
         for rank in ranks:
             own = WriteShares(rank, table)
-            share = own.of([other for other in ranks if other % second == rank % second])
-            shares.append(own.along(share, [other for other in ranks if other // second == rank // second]))
+            column = [other for other in ranks if other % second == rank % second]
+            shares.append(own.of(column, [other for other in ranks if other // second == rank // second]))
         writers = [share for share in shares if share.part is not None]
+        assert len(writers) == (len(ranks) if table is None else len(set(places[: len(ranks)])))
         assert sorted(share.part for share in writers if share.part is not None) == list(range(writers[0].parts))
         assert {share.parts for share in writers} == {writers[0].parts}
 
 
-def test_with_a_disk_per_node_all_of_an_axis_write_what_they_load() -> None:
-    own = NodeShares(1, Nodes((0, 0), ("a",)))
-    assert own.along(own.of([1]), [0, 1]) == (1, 0)
+@given(first=st.integers(1, 3), second=st.integers(1, 3), nodes=st.lists(st.integers(0, 2), min_size=9, max_size=9))
+def test_with_a_disk_per_node_the_ranks_of_each_node_share_all_of_it(first: int, second: int, nodes: list[int]) -> None:
+    ranks = range(first * second)
+    told = Nodes(tuple(nodes[: len(ranks)]), ("a", "b", "c"))
+    for node in set(told.node_of):
+        here = [rank for rank in ranks if told.node_of[rank] == node]
+        shares = [
+            NodeShares(rank, told).of(
+                [other for other in ranks if other % second == rank % second],
+                [other for other in ranks if other // second == rank // second],
+            )
+            for rank in here
+        ]
+        assert shares == [(len(here), place) for place in range(len(here))]
