@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+import psutil
 import pytest
 
 _SUITES = Path(__file__).parent / "suites"
@@ -13,7 +16,7 @@ _NAMES = ("passes", "clients", "run")
 
 
 @pytest.fixture
-def run() -> ModuleType:
+def run() -> Iterator[ModuleType]:
     """The command's module, imported as the command does: siblings by their short names, forgotten afterwards."""
     before = list(sys.path)
     sys.path.insert(0, str(_SUITES))
@@ -86,6 +89,32 @@ def test_a_client_none_of_whose_tests_ran_is_an_error(
     (tmp_path / "made-up-1.0").mkdir()
     with pytest.raises(RuntimeError, match="ran none of made-up's tests and ended with status 2"):
         run.main(["--folder", str(tmp_path)], [client], tmp_path)
+
+
+_LAUNCHER = """
+import subprocess, sys
+rank = subprocess.Popen(["sleep", "300"], start_new_session=True)
+print(rank.pid, flush=True)
+sys.exit(3) if sys.argv[1] == "ends" else rank.wait()
+"""
+
+
+@pytest.mark.parametrize(("how", "status"), [("ends", 3), ("waits", None)])
+def test_ranks_in_sessions_of_their_own_end_with_the_script_they_are_of(
+    run: ModuleType, tmp_path: Path, how: str, status: int | None
+) -> None:
+    """A launcher that leaves its rank behind, and one that waits for it beyond the limit."""
+    with (tmp_path / "output").open("w+") as output:
+        command = [sys.executable, "-c", _LAUNCHER, how]
+        # enough to start Python on a busy machine; the launcher that ends does not hold a pipe, so nothing waits for it
+        assert run.ended(command, 5, stdout=output) == (status, "")
+        output.seek(0)
+        assert not psutil.pid_exists(int(output.read()))
+
+
+def test_what_a_script_wrote_before_its_limit_is_told(run: ModuleType) -> None:
+    command = [sys.executable, "-c", "import time; print('here', flush=True); time.sleep(300)"]
+    assert run.ended(command, 5, stdout=subprocess.PIPE) == (None, "here\n")
 
 
 def test_adding_to_a_list_keeps_what_stands_there(run: ModuleType, tmp_path: Path) -> None:

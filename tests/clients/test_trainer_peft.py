@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.support.clients import tiny_llama
@@ -13,6 +15,7 @@ from tests.support.trainer import Update, arguments, assert_same_run, auto_confi
 
 _STAGES = (2, 3)
 _STEPS, _HALF = 6, 3
+_THRESHOLDS: dict[str, dict[str, int]] = {"small": {}, "sharded": {"stage3_param_persistence_threshold": 0}}
 
 
 def _with_adapters(base: Any) -> Any:
@@ -68,3 +71,44 @@ def test_adapters_learn_as_without_us(tmp_path: Path) -> None:
         loaded = [param for name, param in model.named_parameters() if "lora_B" in name]
         assert loaded
         assert all(param.abs().sum() > 0 for param in loaded)
+
+
+def _saves_adapters(rank: int, world_size: int, folder: str) -> dict[str, bool]:
+    """Save with and without a gather, each rank to its folder; was PEFT's warning of incomplete adapters given?"""
+    from peft import LoraConfig, PeftWarning, get_peft_model
+
+    import deepspeed
+
+    warned = {}
+    for name, zero in _THRESHOLDS.items():
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, **zero}}
+        torch.manual_seed(3)
+        base = torch.nn.Sequential(torch.nn.Linear(8, 6))
+        model = get_peft_model(base, LoraConfig(r=2, target_modules=["0"], init_lora_weights=False))
+        torch.save(model.state_dict(), f"{folder}/{name}-{rank}.pt")
+        engine = deepspeed.initialize(model=model, config=config)[0]
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            engine.module.save_pretrained(f"{folder}/{name}-{rank}")
+        warned[name] = any(issubclass(each.category, PeftWarning) for each in told)
+        with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+            engine.module.save_pretrained(f"{folder}/{name}-{rank}-gathered")
+        engine.destroy()
+    return warned
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_adapter_saved_without_a_gather_is_complete_or_told_to_be_not(tmp_path: Path, world_size: int) -> None:
+    """PEFT warns of an empty `lora_A`. Small parameters stay whole, and what is whole needs neither gather nor warning."""
+    from safetensors.torch import load_file
+
+    told = run_ranks(_saves_adapters, world_size, str(tmp_path))
+    assert told == [{"small": False, "sharded": True}] * world_size
+    for rank in range(world_size):
+        for name in _THRESHOLDS:
+            before = torch.load(tmp_path / f"{name}-{rank}.pt", weights_only=True)
+            adapter = {key.replace(".default", ""): value for key, value in before.items() if "lora_" in key}
+            complete = [f"{name}-{rank}-gathered", *([f"{name}-{rank}"] if name == "small" else [])]
+            for folder in complete:
+                saved = load_file(tmp_path / folder / "adapter_model.safetensors")
+                torch.testing.assert_close(saved, adapter, rtol=0, atol=0)

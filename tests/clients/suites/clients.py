@@ -1,7 +1,9 @@
 """Which of a client's own tests run: what is in each source distribution, and what each of those needs to run on a CPU.
 
 accelerate    has `tests/test_*.py`, which run, without `tests/deepspeed`; the scripts which that folder starts are part of
-              the package (`test_utils`) and run as well
+              the package (`test_utils`) and run as well. Of the others in there, `test_distributed_data_loop.py` prepares a
+              model without any batch size, which the client refuses for us before it calls us, and `test_sync.py` compares
+              the scheduler after accumulation by the client, which with us is by the engine
 transformers  has `tests/test_*.py`, without the folders of models and of trainers: the DeepSpeed tests of `ModelTesterMixin`
               run, on models of ours
 peft          has `tests/`: the one test that trains with us runs; others imitate us with plain tensors
@@ -18,6 +20,7 @@ HERE = Path(__file__).parent
 _SCRIPTS = "src/accelerate/test_utils/scripts"
 _ZERO_2 = ("--use_deepspeed", "--zero_stage", "2")
 _ZERO_3 = ("--use_deepspeed", "--zero_stage", "3", "--zero3_init_flag", "true", "--zero3_save_16bit_model", "true")
+_ONE_STEP = ("--gradient_accumulation_steps", "1", "--gradient_clipping", "1.0")  # scripts divide by it: no "auto"
 _ACCUMULATE = ("--gradient_accumulation_steps", "2", "--gradient_clipping", "1.0")
 _OFFLOAD = ("--offload_optimizer_device", "cpu")
 _OPTIMIZER = '"optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}'
@@ -77,8 +80,8 @@ def _config(stage: int, micro_batch: str, *blocks: str) -> str:
 def _performance_scripts() -> tuple[Script, ...]:
     """The client's training test for every stage and each pairing of its own or our optimizer and scheduler."""
     path = f"{_SCRIPTS}/external_deps/test_performance.py"
-    flags = [("--use_deepspeed", "--zero_stage", "1"), _ZERO_3, (*_ZERO_2, *_ACCUMULATE), (*_ZERO_3, *_OFFLOAD)]
-    flags += [("--mixed_precision", "bf16", *_ZERO_3)]
+    flags = [("--use_deepspeed", "--zero_stage", "1", *_ONE_STEP), (*_ZERO_3, *_ONE_STEP), (*_ZERO_2, *_ACCUMULATE)]
+    flags += [(*_ZERO_3, *_ONE_STEP, *_OFFLOAD), ("--mixed_precision", "bf16", *_ZERO_3, *_ONE_STEP)]
     for stage, pairing in ((2, "both"), (3, "both"), (3, "optimizer")):
         flags.append(
             ("--use_deepspeed", "--deepspeed_config_file", f"{{client}}/tests/deepspeed/zero{stage}_{pairing}.json")
@@ -90,15 +93,15 @@ def _checkpoint_scripts() -> tuple[Script, ...]:
     """Save after each epoch, then resume from the first: the second run asserts what the first one wrote down."""
     path = f"{_SCRIPTS}/external_deps/test_checkpointing.py"
     resume = ("--output_dir=saved", "--resume_from_checkpoint=saved/epoch_0")
-    return tuple(Script(path, flags, args) for flags in (_ZERO_2, _ZERO_3) for args in (("--output_dir=saved",), resume))
+    launches = ((*_ZERO_2, *_ONE_STEP), (*_ZERO_3, *_ONE_STEP))
+    return tuple(Script(path, launch, args) for launch in launches for args in (("--output_dir=saved",), resume))
 
 
 _ACCELERATE = Client(
     "accelerate",
     tests=tuple(f"tests/test_{name}.py" for name in ("accelerator", "dataclasses", "optimizer", "scheduler", "grad_sync")),
     scripts=(
-        *(Script(f"{_SCRIPTS}/test_{name}.py", flags) for name in ("script", "sync", "ops") for flags in (_ZERO_2, _ZERO_3)),
-        Script(f"{_SCRIPTS}/test_distributed_data_loop.py"),
+        *(Script(f"{_SCRIPTS}/test_{name}.py", flags) for name in ("script", "ops") for flags in (_ZERO_2, _ZERO_3)),
         Script(f"{_SCRIPTS}/external_deps/test_zero3_integration.py", ("--multi_gpu",)),
         Script(f"{_SCRIPTS}/external_deps/test_ds_multiple_model.py"),
         Script(f"{_SCRIPTS}/external_deps/test_ds_alst_ulysses_sp.py", _ZERO_3),

@@ -21,6 +21,11 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import psutil
+
+from deepspeed.launcher import processes
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -29,6 +34,7 @@ import passes  # noqa: E402  # siblings of a script, not a package: clients have
 from clients import CLIENTS, Client, Script  # noqa: E402
 
 _SECONDS = 170  # for one script; pytest runs of a client may take three times as long
+_TO_END = 5.0  # seconds from SIGTERM to SIGKILL
 
 
 @dataclass(frozen=True)
@@ -130,7 +136,9 @@ def _run_pytest(client: Client, place: Place) -> dict[str, bool]:
     report.unlink(missing_ok=True)
     command = [place.python, "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider", "-p", "no_gpu", *client.tests]
     environ = place.environ(SUITE_REPORT=str(report), SUITE_WITHOUT_GPU=",".join(client.without_gpu))
-    status = subprocess.run(command, cwd=place.source, env=environ, timeout=3 * _SECONDS, check=False).returncode
+    status, _ = ended(command, 3 * _SECONDS, cwd=place.source, env=environ)
+    if status is None:
+        print(f"{client.name}: pytest ran more than {3 * _SECONDS} s: its last tests did not run")
     lines = report.read_text().splitlines() if report.exists() else []
     if not lines:
         raise RuntimeError(f"pytest ran none of {client.name}'s tests and ended with status {status}: see its output above.")
@@ -155,17 +163,37 @@ def _succeeds(script: Script, place: Place, work: Path) -> bool:
     if "--mixed_precision" not in flags:
         flags += ["--mixed_precision", "no"]
     command = [*launch, "--main_process_port", "0", "--dynamo_backend", "no", *flags, str(HERE / "launched.py")]
-    try:
-        done = subprocess.run(
-            [*command, str(place.source / script.path), *script.args],
-            cwd=work, env=place.environ(), timeout=_SECONDS, check=False, capture_output=True, text=True,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        print(f"{script.name}: more than {_SECONDS} s")
-        return False
-    if done.returncode:
-        print(f"--- {script.name} ended with status {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
-    return done.returncode == 0
+    status, output = ended(
+        [*command, str(place.source / script.path), *script.args],
+        _SECONDS, cwd=work, env=place.environ(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    if status is None:
+        print(f"--- {script.name}: more than {_SECONDS} s\n{output[-6000:]}")
+    elif status:
+        print(f"--- {script.name} ended with status {status}\n{output[-6000:]}")
+    return status == 0
+
+
+def ended(command: Sequence[str], seconds: float, **settings: Any) -> tuple[int | None, str]:
+    """The status of a command and what it wrote to `stdout`, if that is a pipe; None: `seconds` were not enough.
+
+    Either way, and when it is interrupted, all that the command started has ended: ranks too, each of which leads a session
+    of its own, so that no signal to their launcher or its group reaches them.
+
+    Args:
+        settings: of `subprocess.Popen`.
+    """
+    spared = {child.pid for child in psutil.Process().children()}
+    with processes.adopting_orphans():
+        started = subprocess.Popen(command, text=True, **settings)
+        try:
+            output, _ = started.communicate(timeout=seconds)
+            return started.returncode, output or ""
+        except subprocess.TimeoutExpired:
+            processes.end_processes(spared, _TO_END)
+            return None, started.communicate()[0] or ""
+        finally:
+            processes.end_processes(spared, _TO_END)
 
 
 if __name__ == "__main__":
