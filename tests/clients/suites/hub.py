@@ -79,7 +79,7 @@ def _teach_then_turn(model: Any) -> None:
 def _config(family: str) -> Any:
     from transformers import BertConfig, GPT2Config, LlamaConfig
 
-    vocabulary = 128  # the Ulysses test draws numbers of tokens below 100
+    vocabulary = 256 if family == "llama" else 128  # the Ulysses test has numbers of tokens from 101 to 228
     if family == "gpt2":
         return GPT2Config(vocab_size=vocabulary, n_embd=32, n_layer=2, n_head=4, n_positions=64)
     sizes = {"vocab_size": vocabulary, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
