@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -63,6 +64,9 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, SavingMembers, LoadingMem
         self._was_step_applied = False
         self._undecided: UndecidedStep | None = None
         self._in_no_sync = False
+        self._awaits_step = False
+        if self.optimizer is not None:
+            self.optimizer.serve(weakref.WeakMethod(self._step_for_optimizer))
         self.resumed_from: str | None = None
         """Path of the checkpoint that `elasticity.auto_resume` found; None: training starts at its beginning."""
         self.resumed_client_state: dict[str, Any] | None = None
@@ -161,6 +165,7 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, SavingMembers, LoadingMem
         except BaseException as error:  # an interrupt too: in a notebook people go on after it
             logger.warning(_STOPPED, type(error).__name__)
             raise
+        self._awaits_step = True
         timers(BACKWARD_ALLREDUCE).stop()
         timers(BACKWARD).stop()
         report.mark("after backward")
@@ -189,6 +194,7 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, SavingMembers, LoadingMem
         if self._in_no_sync:
             raise ArgumentError("engine.step() inside engine.no_sync(). Leave the context first: a step reduces gradients.")
         self._require_present("engine.step()")
+        self._awaits_step = False
         parts = self._parts
         is_boundary = parts.accumulation.is_step_boundary
         if is_boundary:
@@ -198,6 +204,13 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, SavingMembers, LoadingMem
             self._was_step_applied = False
         parts.accumulation.advance()
         parts.report.throughput.stop(global_step=is_boundary)
+
+    def _step_for_optimizer(self) -> bool:
+        """`step()`, asked for by `optimizer.step()`; False, and nothing is done, without a backward before it."""
+        if not self._awaits_step:
+            return False
+        self.step()
+        return True
 
     def _update(self, lr_kwargs: dict[str, Any]) -> None:
         parts = self._parts

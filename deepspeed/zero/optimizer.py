@@ -51,6 +51,10 @@ class DeepSpeedOptimizer:
     """Base of every optimizer that an engine returns; clients test for it."""
 
 
+def _no_engine() -> None:
+    """What stands for an engine until there is one."""
+
+
 class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
     """A torch optimizer over this rank's masters, stepped by the engine.
 
@@ -92,6 +96,7 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
         copies: Callable[[FlatGroup], Sequence[Span]] | None = None,
         device: torch.device | None = None,
     ) -> None:
+        self._engine_step: Callable[[], Callable[[], bool] | None] = _no_engine
         # Optimizer.__init__ is not called: every attribute it would make is the wrapped optimizer's (see __getattr__).
         self.optimizer = master.optimizer
         self.master = master
@@ -208,12 +213,29 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
             "again; on several ranks at ZeRO stages 1 to 3 the optimizer's state then starts anew."
         )
 
-    def step(self, closure: Callable[[], float] | None = None) -> NoReturn:
-        """Refuse: stepping past the engine would miss the reduction, the clipping and the 16-bit weights."""
-        raise UsageError(
-            f"optimizer.step({'' if closure is None else 'closure'}) was called on an optimizer that belongs to an engine. "
-            "Call engine.step(): it reduces, unscales, clips, updates and moves the schedule at the accumulation boundary."
-        )
+    def serve(self, step: Callable[[], Callable[[], bool] | None]) -> None:
+        """Let `step()` reach an engine.
+
+        Args:
+            step: a weak reference to what makes the engine's step and returns True, or returns False where no backward went
+                before it.
+        """
+        self._engine_step = step
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """`engine.step()`, for clients that hold the optimizer alone (Lightning's Fabric); once after an `engine.backward`.
+
+        Raises:
+            UsageError: with a closure, or no `engine.backward` since the last step: stepping past the engine would miss the
+                reduction, the clipping and the 16-bit weights.
+        """
+        made = self._engine_step()
+        if closure is not None or made is None or not made():
+            raise UsageError(
+                f"optimizer.step({'' if closure is None else 'closure'}) was called on an optimizer that belongs to an "
+                "engine, and no engine.backward() has gone before it since the last step. Call engine.backward(loss), then "
+                "engine.step(): it reduces, unscales, clips, updates and moves the schedule at the accumulation boundary."
+            )
 
     def offload_states(
         self,

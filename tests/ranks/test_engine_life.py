@@ -295,3 +295,28 @@ def _threads_of_pipelines(_rank: int, _world_size: int) -> list[int]:
 def test_pipelines_one_after_another_do_not_collect_threads() -> None:
     for counts in run_ranks(_threads_of_pipelines, 3):  # ties of the first and last stage have a group of their own
         assert counts[1:] == [counts[0]] * 2
+
+
+def _stepped_through_the_optimizer(rank: int, world_size: int) -> tuple[bool, str]:
+    """Whether the weights are those of `engine.step()`, and what a second step without a backward says."""
+    found = []
+    for steps_by_optimizer in (False, True):
+        model = build(Mlp, dtype=torch.float64)
+        engine = make_engine(model, config(2, **zero(2)), optimizer=sgd(model))
+        for micros in make_batches(model, 2, 2, world_size):
+            for micro in micros:
+                engine.backward(engine(*micro[rank]))
+                (engine.optimizer if steps_by_optimizer else engine).step()
+        found.append(weights(model))
+    said = ""
+    try:
+        engine.optimizer.step()
+    except UsageError as error:
+        said = str(error)
+    return all(torch.equal(found[0][name], value) for name, value in found[1].items()), said
+
+
+def test_a_step_of_the_optimizer_is_the_engines_and_one_without_a_backward_is_refused() -> None:
+    for is_equal, said in run_ranks(_stepped_through_the_optimizer, 2):
+        assert is_equal
+        assert "no engine.backward() has gone before it" in said
