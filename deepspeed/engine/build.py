@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -63,6 +63,7 @@ from deepspeed.zero.flat import owner_of, release_owner
 from deepspeed.zero.leaf import apply_leaf_config
 from deepspeed.zero.optimizer import ZeroOptimizer
 from deepspeed.zero.prefetch import GatherSettings
+from deepspeed.zero.reducer import GradientReducer
 from deepspeed.zero.shard import refuse_lost_writes, whole_shape
 from deepspeed.zero.small import WholeParameters, publish_small, withdraw_small
 
@@ -118,6 +119,8 @@ def _choose_parts(request: EngineRequest, terms: Terms) -> EngineParts:
     if basic is not None:
         residence = tier.residence(partition.trained, basic.optimizer, terms.policy)
         trained = build_training(request, terms, basic, partition, residence, coordinator)
+    for flat in partition.flats:
+        flat.on_replaced = partial(_let_go, partition, coordinator, trained.reducer if trained is not None else None)
     cast_module(module, terms.policy)
     if config.zero_optimization.stage == 3:
         _publish_small(module, axes)
@@ -225,6 +228,17 @@ def _coordinator(module: nn.Module, config: DeepSpeedConfig, partition: Partitio
         flat.publish_parameters()
         flat.before_edit = coordinator.before_edit
     return coordinator
+
+
+def _let_go(partition: Partition, coordinator: ParameterCoordinator | None, reducer: GradientReducer | None) -> None:
+    """A newer engine takes parameters over: the module is as no engine had wrapped it. All ranks of the engine call it."""
+    with ExitStack() as stack:  # the last one first: parameters become whole while there is something to gather them with
+        for flat in partition.frozen:
+            stack.callback(flat.release)
+        if reducer is not None:
+            stack.callback(reducer.remove)
+        if coordinator is not None:
+            stack.callback(coordinator.remove, gather=True)
 
 
 def _report(request: EngineRequest, terms: Terms) -> StepReport:

@@ -305,6 +305,7 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, SavingMembers, LoadingMem
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop every accumulated gradient."""
+        self._parts.require_owned()
         if self.optimizer is not None:
             self.optimizer.zero_grad()
         for param in self._parts.unmanaged:

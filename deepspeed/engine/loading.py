@@ -87,7 +87,9 @@ class LoadingMembers:
             CheckpointNotFoundError: no such tag; the text lists those there are.
             CheckpointDamagedError: a file differs from what was written; nothing was loaded.
             CheckpointError: names or shapes do not fit; or the last save had failed in the background. Nothing was loaded.
+            UsageError: a newer engine has the parameters.
         """
+        self._parts.require_owned()
         self._parts.checkpointing.saver.wait()
         opened = self._open(Path(load_dir), None if tag is None else str(tag))
         if opened is None:

@@ -81,6 +81,11 @@ class EngineParts:
     frozen: dict[str, nn.Parameter] = dataclasses.field(default_factory=dict)
     """Parameters that did not require gradients at the start, by name."""
 
+    def require_owned(self) -> None:
+        """Raise UsageError where a newer engine has taken parameters over."""
+        for flat in self.partition.flats:
+            flat.require_owned()
+
     def without_training(self) -> EngineParts:
         """The same parts after `engine.destroy()`."""
         return dataclasses.replace(

@@ -86,9 +86,11 @@ class SavingMembers:
         Raises:
             CheckpointError: on all ranks alike; what was on disk before is intact. Also when the save before this one had
                 failed in the background; then nothing of this one was done.
+            UsageError: a newer engine has the parameters.
         """
         if not str(save_dir):
             raise ArgumentError("save_checkpoint(save_dir='') needs a folder. Give the one that holds all tags.")
+        self._parts.require_owned()
         tag = str(tag) if tag is not None else f"global_step{self.global_steps}"
         if self._parts.accumulation.is_inside_window:
             warn_once(

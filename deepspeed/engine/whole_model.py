@@ -61,7 +61,9 @@ class WholeModelMembers:
 
         Raises:
             CheckpointError: `strict`, and names or shapes differ.
+            UsageError: a newer engine has the parameters.
         """
+        self._parts.require_owned()
         if custom_load_fn is not None:
             self._load_by(custom_load_fn, state_dict)
             return
@@ -186,6 +188,7 @@ class WholeModelMembers:
 
     def _weights_of(self, state_dict: Mapping[str, Any]) -> WholeWeights | CutWeights | StageWeights | ExpertWeights:
         """What goes into the file of the whole model, from this rank's state dict. Collective."""
+        self._parts.require_owned()
         parts, metadata = self._parts, getattr(state_dict, "_metadata", None)
         if parts.mesh.axis("expert").size == 1:
             return parts_together(WholeWeights(self.module, state_dict, parts.partition.sharded, metadata), parts)

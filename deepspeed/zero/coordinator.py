@@ -139,6 +139,7 @@ class ParameterCoordinator:
         self._frames: list[_Frame] = []
         self._scope_pins: list[Unit] = []
         self._depth = 0
+        self._is_removed = False
         self._stand_ins: list[tuple[Unit, Piece]] = []
         self._buckets = {(piece.flat, piece.number): unit for unit in pool.units for piece in unit.pieces}
         self._by_module = {module: unit for unit in pool.units for module in unit.modules}
@@ -437,12 +438,15 @@ class ParameterCoordinator:
         self.pool.release_all()
 
     def remove(self, *, gather: bool = True) -> None:
-        """Take hooks and look-ups off. The coordinator is of no more use.
+        """Take hooks and look-ups off. The coordinator has no units from then on, so what it is still asked for is nothing.
 
         Args:
             gather: make every parameter whole, in memory of its own (collective over the shard axis); else they stay empty.
                 They do as well when the tier that they rest on has failed.
         """
+        if self._is_removed:  # a newer engine may have put its own look-ups on
+            return
+        self._is_removed = True
         self._unwind(0)
         self.hooks.remove()
         unwatch_lookups(self.root)
@@ -462,6 +466,10 @@ class ParameterCoordinator:
                 for param in unit.params:
                     if holder_of(param) is self:
                         set_holder(param, None)
+            self.pool.clear()
+            self._stand_ins.clear()
+            for known in (self._units, self._by_module, self._buckets, self._tiers):
+                known.clear()
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """Pickle as None: parameters refer to their holder, and a saved one has none."""

@@ -125,6 +125,7 @@ class FlatGroup:
         self._addresses = [param.data_ptr() for param in self._params]
         self._versions = [param._version for param in self._params]
         self._gradients: GradientStore | None = None
+        self._is_released = False
         self._labels = [f"gather of {self._first_name(bucket)} and what is gathered with it" for bucket in layout.buckets]
 
     # -- places -------------------------------------------------------------------------------------------------------
@@ -553,6 +554,7 @@ class FlatGroup:
 
     def release(self) -> None:
         """Let go of gradients and back-references; whole parameters keep their values and work on without an engine."""
+        self._is_released = True
         for member in self.members:
             if owner_of(member.param) is self:  # else a newer engine has it, with its gradients
                 delattr(member.param, _OWNER)
@@ -565,6 +567,14 @@ class FlatGroup:
         if self.tier is not None:
             self.tier.close()
         self.gatherer.close()
+
+    def require_owned(self) -> None:
+        """Raise UsageError after `release()`."""
+        if self._is_released:
+            raise UsageError(
+                "this engine no longer owns its parameters: another deepspeed.initialize() wrapped all or some of them. "
+                "Use the newer engine, or give the two engines models that share no parameter."
+            )
 
 
 def release_owner(param: nn.Parameter) -> None:

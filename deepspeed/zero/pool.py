@@ -98,6 +98,14 @@ class UnitPool:
         self._numels.append(unit.numel)
         self._total_numel += unit.numel
 
+    def clear(self) -> None:
+        """Forget every unit: they are not sharded any more."""
+        self.units.clear()
+        self._gathered.clear()
+        self.lingering.clear()
+        self.storages.clear()
+        self.forget_order()
+
     # -- passes -------------------------------------------------------------------------------------------------------
 
     def enter_pass(self, *, is_training: bool) -> None:

@@ -185,7 +185,7 @@ class GradientReducer:
         self._twice: set[int] = set()
         self._is_running = self._is_reducing = self._is_driven = False
         watches = check_scaled is not None or on_collected is not None or not allows_unused
-        self.is_reduced = self._has_reduced = self._is_removed = self._is_use_checked = False
+        self.is_reduced = self._has_reduced = self._is_use_checked = False
         self.sync_enabled = True
         self._handles = self._install(is_needed=axis.size > 1 or watches)
 
@@ -193,8 +193,6 @@ class GradientReducer:
 
     def _install(self, *, is_needed: bool) -> list[Any]:
         """One hook per parameter, where one is needed: alone and in place, autograd's own adds do everything."""
-        for flat in self.flats:
-            flat.on_replaced = self.remove
         return [
             self._hook(bucket, slot.index)
             for bucket in self._buckets
@@ -420,15 +418,11 @@ class GradientReducer:
         return origin
 
     def _require_members(self) -> None:
-        if self._is_removed:
-            raise UsageError(
-                "this engine no longer owns its parameters: another deepspeed.initialize() wrapped all or some of them. "
-                "Use the newer engine, or give the two engines models that share no parameter."
-            )
+        for flat in self.flats:
+            flat.require_owned()
 
     def remove(self) -> None:
         """Take every hook off and release the flat groups; the reducer is of no more use."""
-        self._is_removed = True
         for handle in self._handles:
             handle.remove()
         self._handles = []

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests.support.clients import CURVE_TOLERANCE, VOCABULARY, Sentences
+from tests.support.clients import CURVE_TOLERANCE, VOCABULARY, Sentences, tiny_llama
 from tests.support.ranks import run_ranks
-from tests.support.trainer import Update, arguments, assert_same_run, auto_config, updates
+from tests.support.trainer import Update, arguments, assert_same_run, auto_config, trainer, updates
 
 _CONFIGS: dict[str, dict[str, Any] | None] = {"without us": None, **{f"stage {n}": auto_config(n) for n in (1, 2, 3)}}
 _EVAL_ROWS = 7  # not a multiple of anything: the last batch is ragged, and one rank has padding
@@ -76,3 +76,39 @@ def test_losses_tokens_and_the_best_model_are_those_without_us(tmp_path: Path) -
             assert got.losses == pytest.approx(expected.losses, rel=0, abs=CURVE_TOLERANCE)
             assert (got.best, got.tokens) == ("checkpoint-2", expected.tokens)
             assert got.after == pytest.approx(expected.after, rel=0, abs=CURVE_TOLERANCE)
+
+
+def _fresh() -> Any:
+    """The model of a new training; the client refuses functions that could take arguments."""
+    return tiny_llama()
+
+
+def _comes_back(rank: int, world_size: int, folder: str) -> dict[str, tuple[list[Update], list[float]]]:
+    """Evaluate; train from the start twice, as a search over settings does; train what came of it once more."""
+    results = {}
+    for name, config in _CONFIGS.items():
+        losses = []
+        if name in {"without us", "stage 3"}:  # at other stages the client does not evaluate before training
+            losses.append(trainer(folder, config, eval_rows=_EVAL_ROWS).evaluate()["eval_loss"])
+        run = trainer(folder, config, make_model=_fresh, eval_rows=_EVAL_ROWS, max_steps=3)
+        curve: list[Update] = []
+        for _ in range(2):
+            run.train()
+            curve += updates(run)
+            losses.append(run.evaluate()["eval_loss"])
+        again = trainer(folder, config, model=run.model, eval_rows=_EVAL_ROWS, max_steps=3)
+        again.model.config.use_cache = True
+        again.train()
+        losses.append(again.evaluate()["eval_loss"])
+        results[name] = curve + updates(again), losses
+    return results
+
+
+def test_models_are_trained_and_evaluated_again(tmp_path: Path) -> None:
+    for runs in run_ranks(_comes_back, 2, str(tmp_path), init=False):
+        expected_curve, expected_losses = runs.pop("without us")
+        assert expected_curve[:3] == expected_curve[3:6] != expected_curve[6:]
+        for name, (curve, losses) in runs.items():
+            print(name)  # shown where the comparison fails
+            assert_same_run(curve, expected_curve)
+            assert losses == pytest.approx(expected_losses[-len(losses) :], rel=0, abs=CURVE_TOLERANCE)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.errors import UsageError
+from deepspeed.errors import ArgumentError, UsageError
 from tests.support.engines import config, make_engine, masters, train, zero
 from tests.support.models import Mlp, build, make_batches
 from tests.support.pipelines import layers, make_pipeline, token_batches, train_pipeline
@@ -69,6 +69,68 @@ def _wrapping_again_leaves_the_newer_engine_alone(rank: int, world_size: int) ->
         old.destroy()
         engine.step()
     assert relative_difference(weights(model), wanted) <= FP64_ROUNDING
+
+
+def _wrapped_again_while_the_first_engine_lives(rank: int, world_size: int) -> None:
+    """At every stage, whether the first engine trained or only evaluated: the second trains as if it were the first."""
+    same_stage = [(stage, has_optimizer, stage) for stage in range(4) for has_optimizer in (True, False)]
+    for stage, has_optimizer, next_stage in [*same_stage, (3, True, 1), (1, True, 3)]:
+        for trained in (("first", "second"), ("second",)) if stage == 3 else (("first", "second"),):
+            case = f"stage {stage}, {has_optimizer=}, then stage {next_stage}, {trained=}"
+            model, twin = (build(Mlp, dtype=torch.float64) for _ in range(2))
+            for each in (model, twin):
+                each.first.requires_grad_("first" in trained)
+            batches = make_batches(model, 3, 1, world_size)
+            old = make_engine(model, config(**_sharding(stage)), optimizer=sgd(model) if has_optimizer else None)
+            if has_optimizer:
+                train(old, batches[:1], rank)
+            else:
+                old(*batches[0][0][rank])
+            engine = make_engine(model, config(**_sharding(next_stage)), optimizer=sgd(model))
+            train(engine, batches[1:2], rank)
+            _uses_are_refused(
+                old, batches[0][0][rank], has_optimizer=has_optimizer, held_parameters=has_optimizer or stage == 3
+            )
+            old.destroy()
+            train(engine, batches[2:], rank)
+            engine.destroy()
+            done = batches if has_optimizer else batches[1:]
+            train_reference(twin, lambda params: torch.optim.SGD(params, lr=0.1), done)
+            assert relative_difference(weights(model), weights(twin)) <= FP64_ROUNDING, case
+
+
+def _uses_are_refused(old: Any, batch: tuple[Any, ...], *, has_optimizer: bool, held_parameters: bool) -> None:
+    """What would change or save the newer engine's parameters behind its back; a forward may go on."""
+    trains, holds = (
+        (old.step, lambda: old.backward(old(*batch))),
+        (
+            old.zero_grad,
+            lambda: old.save_checkpoint("nowhere"),
+            lambda: old.load_checkpoint("nowhere"),
+            lambda: old.load_module_state_dict({}),
+            lambda: old.save_16bit_model("nowhere"),
+        ),
+    )
+    for use in trains:
+        with pytest.raises(
+            UsageError if has_optimizer else ArgumentError,
+            match="Use the newer engine" if has_optimizer else "Give initialize\\(\\) an optimizer",
+        ):
+            use()
+    for use in holds if held_parameters else ():
+        with pytest.raises(UsageError, match="Use the newer engine"):
+            use()
+
+
+def _sharding(stage: int) -> dict[str, Any]:
+    return zero(
+        stage,
+        **(
+            {"stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}
+            if stage == 3
+            else {}
+        ),
+    )
 
 
 def _the_older_engine_says_so(rank: int, world_size: int) -> None:
@@ -188,6 +250,7 @@ LIVES = [
     _gradients_on_one_rank_only,
     _a_dropped_gradient_stays_dropped,
     _wrapping_again_leaves_the_newer_engine_alone,
+    _wrapped_again_while_the_first_engine_lives,
     _the_older_engine_says_so,
     _destroy_gives_the_optimizer_back,
     _the_client_may_zero_gradients_through_its_own_optimizer,
