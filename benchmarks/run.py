@@ -41,6 +41,7 @@ from benchmarks import (  # noqa: E402
     step_walk,
     tensor_step,
     train_step,
+    trainer_step,
     ulysses,
     zero_step,
 )
@@ -54,6 +55,7 @@ _MODULES = (
     launch,
     initialize,
     train_step,
+    trainer_step,
     ulysses,
     zero_step,
     offload_step,
