@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
 from deepspeed.engine.report import BACKWARD, FORWARD, STEP
 from deepspeed.profiling.flops_profiler import FlopsProfiler
+from deepspeed.profiling.flops_profiler.peaks import peak_flops_of
 from deepspeed.profiling.flops_profiler.summary import StepFacts
 from deepspeed.zero.shard import whole_shape
 
@@ -49,6 +51,9 @@ class ProfiledStep:
     def __init__(self, engine: DeepSpeedEngine, step: int, forwards: Sequence[tuple[Any, str]]) -> None:
         block = engine._config.flops_profiler
         peak = None if block.peak_tflops is None else block.peak_tflops * _TERA
+        autocast = engine._parts.autocast_dtype if engine._config.torch_autocast.enabled else None
+        if peak is None and autocast is not None:  # products are in it, whatever parameters are
+            peak = peak_flops_of(get_accelerator().product_name(), autocast.itemsize)
         self.profiler = FlopsProfiler(engine.module, engine, block.recompute_fwd_factor, peak)
         self._engine = engine
         self._step = step

@@ -8,7 +8,7 @@
        |
     terms     a plan: terms with bytes, tier and the setting that lowers them           pure
        |
-    comparison: every stage and offload side by side --> text, page, `deepspeed plan`
+    comparison: every stage and offload side by side --> text, `deepspeed plan`
 
 Lives here: everything of the plan. Does not live here: layouts (`sharding`, `engine.partition`). Called by `deepspeed.plan`.
 """

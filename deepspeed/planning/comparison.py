@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from deepspeed.config import DeepSpeedConfig, load_config
+from deepspeed.engine.degrees import Degrees
 from deepspeed.errors import ArgumentError, ConfigError
 from deepspeed.planning.sources import Subject, subject_of
 from deepspeed.planning.states import ModelStates, model_states
@@ -120,12 +121,17 @@ def _with_batch(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def _config(raw: Mapping[str, Any], world_size: int) -> DeepSpeedConfig:
     values = copy.deepcopy(dict(raw))
-    sequence = int(values.get("sequence_parallel_size", 1))
-    tensor = values.get("tensor_parallel", {}).get("autotp_size", 0)
-    if tensor and tensor > 1:
+    sequence, tensor = Degrees.of(values, None)
+    if tensor > 1:
         raise ArgumentError(
             f"tensor_parallel.autotp_size = {tensor}: the plan does not cut layers over tensor ranks yet. Leave the block "
             f"out, and read weights, gradients and optimizer state as divided by {tensor}."
+        )
+    block = values.get("expert_parallel") or {}
+    if block.get("enabled") and block.get("autoep_size", 1) > 1:
+        raise ArgumentError(
+            f"expert_parallel.autoep_size = {block['autoep_size']}: the plan does not spread stacked experts over ranks. "
+            "Leave the block out: the plan then counts every expert on every rank."
         )
     if world_size % sequence:
         raise ArgumentError(
@@ -142,14 +148,23 @@ def _activations(
     if module is None or batch is None:
         return None, None, ("activations are not counted: give a model and a batch",)
     policy = DtypePolicy.from_config(config, "cpu")
-    plain = trace_activations(module, batch, policy)
+    try:
+        plain = trace_activations(module, batch, policy)
+    except ArgumentError as error:
+        if subject.is_batch_given:
+            raise
+        return None, None, (f"activations are not counted: {error}",)
+    sequence = config.sequence_parallel_size
+    notes: tuple[str, ...] = ()
+    if sequence > 1:
+        notes = (f"activations are those of whole sequences: {sequence} sequence ranks hold about 1/{sequence} each.",)
     switch = next((each for each in _SWITCHES if hasattr(module, f"{each}_enable")), None)
     if switch is None or getattr(module, f"is_{switch}", False):
-        return plain, None, ()
+        return plain, None, notes
     getattr(module, f"{switch}_enable")()
     recomputed = trace_activations(module, batch, policy)
     getattr(module, f"{switch}_disable")()
-    return plain, recomputed, ()
+    return plain, recomputed, notes
 
 
 def _alternatives(raw: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -1,7 +1,7 @@
-"""How much of a sharded model is whole at once at ZeRO stage 3: one pass over the units, by the rules of `zero.prefetch`.
+"""How much of a sharded model is whole at once at ZeRO stage 3: one training pass over the units, by `zero.prefetch` itself.
 
     uses     u0 u1 ... un | un ... u1 u0        forward, then backward; after the update nothing is whole
-    at each  the unit and what is gathered ahead join; then the unit stays or goes (`should_keep`)
+    at each  room is made, the unit joins, and what `Lookahead` chooses; then the unit stays or goes (`should_keep`)
 
 Called by `states`.
 """
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from deepspeed.zero.prefetch import GatherSettings, should_keep
+from deepspeed.zero.prefetch import GatherSettings, Idle, Lookahead, choose_victims, should_keep
+from deepspeed.zero.trace import Trace
 
 __all__ = ["most_gathered_numel"]
 
@@ -23,39 +24,66 @@ def most_gathered_numel(numels: Sequence[int], settings: GatherSettings) -> tupl
         settings: the budgets.
     """
     uses = [*range(len(numels)), *reversed(range(len(numels)))]
-    live: set[int] = set()
-    most, stays = 0, True
-    for place, unit in enumerate(uses):
-        live.add(unit)
-        live |= _ahead(uses[place + 1 :], live, numels, settings)
-        live_numel = sum(numels[each] for each in live)
-        most = max(most, live_numel)
-        is_forward = place < len(numels)
-        if not should_keep(_distance(uses, place, numels), live_numel, settings):
-            live.discard(unit)
-            stays = stays and not is_forward
-    return most, stays
+    run = _Run(numels, uses, settings)
+    most, gathers = 0, 0
+    for unit in uses:
+        gathers += run.use(unit)
+        most = max(most, run.live_numel)
+        run.leave(unit)
+    return most, gathers == len(numels)
 
 
-def _distance(uses: Sequence[int], place: int, numels: Sequence[int]) -> int | None:
-    """Elements used between this use of a unit and its next; None: there is none."""
-    between = 0
-    for later in uses[place + 1 :]:
-        if later == uses[place]:
-            return between
-        between += numels[later]
-    return None
+class _Run:
+    """`zero.pool.UnitPool` over numbers: a second pass, whose order is known from the first."""
 
+    def __init__(self, numels: Sequence[int], uses: Sequence[int], settings: GatherSettings) -> None:
+        self._numels = numels
+        self._settings = settings
+        self._trace = Trace(list(numels))
+        for unit in uses:
+            self._trace.use(unit)
+        self._trace.close()
+        self._lookahead = Lookahead(self._trace, numels, settings)
+        self._live: dict[int, None] = {}
+        self._ahead: set[int] = set()
+        self._used = -1
+        self.live_numel = 0
 
-def _ahead(coming: Sequence[int], live: set[int], numels: Sequence[int], settings: GatherSettings) -> set[int]:
-    """Units that are gathered ahead, as far as the budget and the limit of what is live allow."""
-    budget = 0 if settings.is_sequential else settings.prefetch_numel
-    chosen: set[int] = set()
-    for unit in coming:
-        if unit in live or unit in chosen:
-            continue
-        waiting = sum(numels[each] for each in chosen) + numels[unit]
-        if waiting > budget or sum(numels[each] for each in live) + waiting > settings.max_live_numel:
-            break
-        chosen.add(unit)
-    return chosen
+    def use(self, unit: int) -> int:
+        """Make `unit` whole, then gather ahead; how many units were gathered."""
+        self._used = unit
+        self._trace.use(unit)
+        self._ahead.discard(unit)
+        missing = unit not in self._live
+        if missing:
+            self._make_room(self._numels[unit], -1)
+            self._add(unit)
+        ahead_numel = sum(self._numels[each] for each in self._ahead)
+        chosen = self._lookahead.choose(ahead_numel, self._live.__contains__, self._make_room)
+        for each in chosen:
+            self._add(each)
+        self._ahead.update(chosen)
+        return missing + len(chosen)
+
+    def leave(self, unit: int) -> None:
+        """`unit` stays or goes."""
+        if not should_keep(self._trace.distance(unit), self.live_numel, self._settings):
+            self._release(unit)
+
+    def _add(self, unit: int) -> None:
+        self._live[unit] = None
+        self.live_numel += self._numels[unit]
+
+    def _release(self, unit: int) -> None:
+        del self._live[unit]
+        self.live_numel -= self._numels[unit]
+        self._lookahead.released(unit)
+
+    def _make_room(self, numel: int, beyond: int) -> bool:
+        excess = self.live_numel + numel - self._settings.max_live_numel
+        if excess > 0:
+            others = [unit for unit in self._live if unit not in self._ahead and unit != self._used]
+            idle = [Idle(unit, self._numels[unit], self._trace.distance(unit)) for unit in others]
+            for unit in choose_victims(idle, excess, beyond):
+                self._release(unit)
+        return self.live_numel + numel <= self._settings.max_live_numel

@@ -37,6 +37,8 @@ class Subject:
     """None: only the number is known."""
     batch: Batch | None = None
     """Arguments of forward for one micro-batch; None: unknown, and activations are left out."""
+    is_batch_given: bool = False
+    """By the user, not made here from the model's configuration."""
 
 
 def subject_of(source: Any, micro_batch: int, sequence_length: int | None, batch: Batch | None) -> Subject:
@@ -65,7 +67,7 @@ def subject_of(source: Any, micro_batch: int, sequence_length: int | None, batch
 def _of_module(module: nn.Module, micro_batch: int, sequence_length: int | None, batch: Batch | None) -> Subject:
     numel = sum(param.numel() for param in module.parameters())
     name = type(module).__name__
-    return Subject(name, numel, module, batch or _tokens(module, micro_batch, sequence_length))
+    return Subject(name, numel, module, batch or _tokens(module, micro_batch, sequence_length), batch is not None)
 
 
 def _tokens(module: nn.Module, rows: int, length: int | None) -> Batch | None:
@@ -105,7 +107,13 @@ def _hugging_face(source: Any) -> nn.Module:
             if kind is not None:
                 made: nn.Module = kind(config)
                 return made
-        return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return]
+        try:
+            return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return]
+        except ValueError as cause:
+            raise ArgumentError(
+                f"{type(config).__name__} names no architecture, and is none of a causal language model. Put "
+                '"architectures": ["ItsModelClass"] into it, or give module:function that builds the model.'
+            ) from cause
 
 
 def _read_config(source: Any, transformers: Any) -> Any:

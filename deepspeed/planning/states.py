@@ -32,6 +32,7 @@ from deepspeed.planning.gathered import most_gathered_numel
 from deepspeed.planning.terms import Term, Tier
 from deepspeed.precision.policy import DtypePolicy
 from deepspeed.topology.mesh import AxisGroup
+from deepspeed.zero.flat import Kind
 from deepspeed.zero.prefetch import GatherSettings
 
 __all__ = ["ModelStates", "model_states"]
@@ -47,7 +48,7 @@ class ModelStates:
     weight_nbytes: int
     """Of all trained weights, whole."""
     gradient_nbytes: int
-    """Of all gradients, whole, in the format in which they are kept."""
+    """Of all gradients, whole, in the format in which they travel."""
     stays_gathered: bool
     """At stage 3: what forward gathered is there in backward."""
 
@@ -64,7 +65,9 @@ def model_states(module: nn.Module, config: DeepSpeedConfig, ranks: int) -> Mode
     everyone = AxisGroup(range(ranks), 0)
     one = AxisGroup((0,), 0)
     dense = ZeroAxes.of(everyone, zero.stage)
-    axes = ModelAxes(dense, dense, everyone, has_replicas=False, tensor=one, parts=one)
+    spread = max((int(getattr(each, "ep_size", 1)) for each in module.modules()), default=1)
+    experts = ZeroAxes.of(AxisGroup(range(0, ranks, spread), 0), zero.stage)
+    axes = ModelAxes(dense, experts, everyone, has_replicas=False, tensor=one, parts=one)
     policy = DtypePolicy.from_config(config, "cpu")
     optimizer = _optimizer(module, config)
     groups, units = planned_groups(module, config, axes, policy, optimizer)
@@ -72,7 +75,7 @@ def model_states(module: nn.Module, config: DeepSpeedConfig, ranks: int) -> Mode
     for group in groups:
         terms.add(group)
     sharded = [sum(p.numel() for p in unit.params) for unit in units if unit.params]
-    gathered, stays = most_gathered_numel(sharded, GatherSettings.from_config(zero)) if ranks > 1 else (0, True)
+    gathered, stays = most_gathered_numel(sharded, GatherSettings.from_config(zero))
     size = max((g.kind.param_dtype.itemsize for g in groups if g.kind.is_sharded), default=0)
     terms.gathered_nbytes = gathered * size
     return terms.result(module, stays_gathered=stays)
@@ -119,7 +122,7 @@ class _Terms:
             return
         dtype = self._policy.grad_accumulation_for(kind.param_dtype)
         self.weight_nbytes += layout.numel * kind.param_dtype.itemsize
-        self.gradient_nbytes += layout.numel * dtype.itemsize
+        self.gradient_nbytes += layout.numel * self._travels_in(kind).itemsize
         self._add_gradients(group, dtype)
         if kind.master_dtype != kind.param_dtype:
             self._count("masters", self._state_tier, layout.shard_numel * kind.master_dtype.itemsize)
@@ -127,15 +130,23 @@ class _Terms:
 
     def _add_gradients(self, group: PlannedGroup, dtype: torch.dtype) -> None:
         layout = group.layout
-        if self._zero.stage < 2 and not group.kind.is_sharded:
-            self._count("gradients", "device", layout.numel * dtype.itemsize)
-            return
         host: Tier = "device" if self._state_tier == "device" else "host"
+        is_alone = group.axis.size == 1  # `engine.partition`: gradients are then views of one buffer on the device
+        if not group.kind.is_sharded and (self._zero.stage < 2 or is_alone):
+            self._count("gradients", "device", layout.numel * dtype.itemsize)
+            if host != "device" and not is_alone:
+                self._count("gradients", host, layout.shard_numel * dtype.itemsize)  # what the update reads
+            return
         self._count("gradients", host, layout.shard_numel * dtype.itemsize)
-        if group.axis.size > 1:
-            largest = max((bucket.stop - bucket.start for bucket in layout.buckets), default=0)
-            places = min(_BUCKETS_IN_FLIGHT, len(layout.buckets))
-            self._count("buckets", "device", places * largest * dtype.itemsize)
+        largest = max((bucket.stop - bucket.start for bucket in layout.buckets), default=0)
+        places = min(_BUCKETS_IN_FLIGHT, len(layout.buckets))
+        is_wide = self._travels_in(group.kind) == dtype == torch.promote_types(dtype, group.kind.param_dtype)
+        in_flight = dtype if is_wide else group.kind.param_dtype  # as `engine.partition`
+        self._count("buckets", "device", places * largest * in_flight.itemsize)
+
+    def _travels_in(self, kind: Kind) -> torch.dtype:
+        low = self._policy.autocast if kind.is_low_precision else None
+        return low or self._policy.communication_for(kind.param_dtype)
 
     def _state_nbytes(self, group: PlannedGroup) -> int:
         assert self._optimizer is not None  # the group is trained

@@ -128,9 +128,9 @@ def _trace(module: nn.Module, batch: Batch, policy: DtypePolicy, loss_of: Callab
                 living.ignore(iter(given))
                 run = _Pass(module, policy.autocast, loss_of or _loss, living)
                 kept: int = torch.func.functional_call(run, {**params, **buffers}, args, kwargs)
-        except RuntimeError as cause:
+        except Exception as cause:  # whatever a model's forward raises
             raise ArgumentError(
-                f"the activations of {type(module).__name__} cannot be traced without values: {cause}. Leave the batch out: "
+                f"the activations of {type(module).__name__} cannot be traced without values: {cause} Leave the batch out: "
                 "the plan then has all terms but the activations."
             ) from cause
     return Activations(kept, living.peak_nbytes)

@@ -134,12 +134,12 @@ class Lookahead:
         Args:
             ahead_numel: elements that were gathered ahead and are not in use yet.
             is_here: whether a unit, by number, is gathered or on its way.
-            make_room: called with elements and the distance of their use; whether they fit under max_live_parameters,
-                perhaps because units used later than that were released.
+            make_room: called with elements, of this unit and those chosen before it, and the distance of their use; whether
+                they fit under max_live_parameters, perhaps because units used later than that were released.
             take_buffers: called with a unit that would be started; whether there are buffers left to read it through, where
                 its shards rest outside memory.
         """
-        trace, chosen = self._trace, list[int]()
+        trace, chosen, chosen_numel = self._trace, list[int](), 0
         if not self._budget_numel:
             return chosen
         self._cursor = max(self._cursor, trace.position + 1)
@@ -151,10 +151,10 @@ class Lookahead:
                     break
                 if ahead_numel and distance > self._near_numel and trace.was_used(unit):
                     break  # [Note: not at once again]
-                if not take_buffers(unit) or not make_room(numel, distance):
+                if not take_buffers(unit) or not make_room(chosen_numel + numel, distance):
                     break
                 chosen.append(unit)
-                ahead_numel += numel
+                ahead_numel, chosen_numel = ahead_numel + numel, chosen_numel + numel
             self._cursor += 1
         return chosen
 

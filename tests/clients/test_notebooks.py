@@ -32,7 +32,7 @@ def _run_cells(cells: list[str], folder: Path, **environ: str) -> tuple[str, str
     done = subprocess.run(
         [sys.executable, "-c", _KERNEL],
         input=json.dumps(cells),
-        env={**clean, "OMP_NUM_THREADS": "1", **environ},
+        env={**clean, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder), **environ},
         cwd=folder,
         capture_output=True,
         text=True,

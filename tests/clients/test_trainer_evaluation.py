@@ -65,7 +65,7 @@ def _evaluates(rank: int, world_size: int, folder: str) -> dict[str, _Evaluated]
 
 
 def test_losses_tokens_and_the_best_model_are_those_without_us(tmp_path: Path) -> None:
-    for runs in run_ranks(_evaluates, 2, str(tmp_path), init=False):
+    for runs in run_ranks(_evaluates, 2, str(tmp_path), init=False, timeout_seconds=180):
         expected = runs.pop("without us")
         assert expected.after == pytest.approx(expected.losses[0]) != expected.losses[-1]
         assert len(expected.tokens) == _EVAL_ROWS + 1  # the client keeps the padding row here
@@ -105,7 +105,7 @@ def _comes_back(rank: int, world_size: int, folder: str) -> dict[str, tuple[list
 
 
 def test_models_are_trained_and_evaluated_again(tmp_path: Path) -> None:
-    for runs in run_ranks(_comes_back, 2, str(tmp_path), init=False):
+    for runs in run_ranks(_comes_back, 2, str(tmp_path), init=False, timeout_seconds=180):
         expected_curve, expected_losses = runs.pop("without us")
         assert expected_curve[:3] == expected_curve[3:6] != expected_curve[6:]
         for name, (curve, losses) in runs.items():

@@ -39,7 +39,7 @@ def _offloads(rank: int, world_size: int, folder: str) -> dict[str, list[Update]
 
 
 def test_offload_and_recomputation_change_no_numbers(tmp_path: Path) -> None:
-    for curves in run_ranks(_offloads, 2, str(tmp_path), init=False):
+    for curves in run_ranks(_offloads, 2, str(tmp_path), init=False, timeout_seconds=150):
         expected = curves.pop("reference")
         for name, got in curves.items():
             print(name)  # shown where the comparison fails
@@ -76,7 +76,7 @@ def _finds_batch_size(rank: int, world_size: int, folder: str) -> dict[str, list
 
 
 def test_a_batch_that_does_not_fit_is_made_smaller(tmp_path: Path) -> None:
-    for curves in run_ranks(_finds_batch_size, 2, str(tmp_path), init=False):
+    for curves in run_ranks(_finds_batch_size, 2, str(tmp_path), init=False, timeout_seconds=150):
         for name, got in curves.items():
             print(name)
             assert_same_run(got, curves["reference"])

@@ -51,7 +51,7 @@ def _resumes_alone(rank: int, world_size: int, folder: str) -> dict[str, list[Up
 
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
     folder = str(tmp_path)
-    for curves in run_ranks(_saves_and_resumes, 2, folder, init=False):
+    for curves in run_ranks(_saves_and_resumes, 2, folder, init=False, timeout_seconds=150):
         expected = curves.pop("reference")
         for name, got in curves.items():
             print(name)  # shown where the comparison fails

@@ -62,7 +62,7 @@ def _runs(rank: int, world_size: int, folder: str, files: dict[str, tuple[str, s
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_trainer_learns_as_it_does_without_us(world_size: int, tmp_path: Path) -> None:
     files = _configs(tmp_path)
-    for curves in run_ranks(_runs, world_size, str(tmp_path), files, init=False):
+    for curves in run_ranks(_runs, world_size, str(tmp_path), files, init=False, timeout_seconds=180):
         norms = [update.grad_norm for update in curves[_PLAIN]]
         assert min(norms) < _NORM < max(norms)
         for name, (_, reference) in files.items():

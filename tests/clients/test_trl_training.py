@@ -31,7 +31,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Run, Trained]:
     """Every run in one process for each rank: loading TRL takes as long as ten runs, and engines follow each other."""
     folder = tmp_path_factory.mktemp("runs")
     save_models(folder)
-    found: dict[Run, Trained] = run_ranks(_in_turn, 2, folder, init=False, timeout_seconds=240)[0]
+    found: dict[Run, Trained] = run_ranks(_in_turn, 2, folder, init=False, timeout_seconds=500)[0]
     return found
 
 
