@@ -102,6 +102,11 @@ class Accumulation:
     def _steps_divisor(self) -> int:
         return self.steps if self.is_managed else 1
 
+    def drop_window(self) -> None:
+        """What has been accumulated was dropped: the next micro-batch is the first of a whole window."""
+        self._origin = self._micro_steps
+        self.close_window()
+
     def close_window(self) -> None:
         """The update was made or skipped: the next backward opens a new window."""
         self._window_divisor = None

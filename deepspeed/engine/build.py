@@ -122,8 +122,6 @@ def _choose_parts(request: EngineRequest, terms: Terms) -> EngineParts:
     for flat in partition.flats:
         flat.on_replaced = partial(_let_go, partition, coordinator, trained.reducer if trained is not None else None)
     cast_module(module, terms.policy)
-    if config.zero_optimization.stage == 3:
-        _publish_small(module, axes)
     report = _report(request, terms)
     return EngineParts(
         module=module,
@@ -145,6 +143,7 @@ def _choose_parts(request: EngineRequest, terms: Terms) -> EngineParts:
         coordinator=coordinator,
         optimizer=trained,
         reducer=trained.reducer if trained is not None else None,
+        small=_publish_small(module, axes) if config.zero_optimization.stage == 3 else (),
         basic_optimizer=optimizer,
         client_optimizer=request.optimizer,
         lr_scheduler=choose_schedule(request, optimizer),
@@ -209,11 +208,12 @@ def _release_earlier_engines(module: nn.Module, config: DeepSpeedConfig, basic: 
         withdraw_small(module.parameters())
 
 
-def _publish_small(module: nn.Module, axes: ModelAxes) -> None:
+def _publish_small(module: nn.Module, axes: ModelAxes) -> tuple[WholeParameters, ...]:
     of_experts = spread_experts(module)
-    for is_expert, axis in ((True, axes.experts.shard), (False, axes.dense.shard)):
-        params = [param for param in module.parameters() if (id(param) in of_experts) == is_expert]
-        publish_small(params, WholeParameters(axis, is_expert=is_expert))
+    of_rank, alike = WholeParameters(axes.experts.shard, is_expert=True), WholeParameters(axes.dense.shard, is_expert=False)
+    for is_expert, holder in ((True, of_rank), (False, alike)):
+        publish_small((param for param in module.parameters() if (id(param) in of_experts) == is_expert), holder)
+    return of_rank, alike
 
 
 def _coordinator(module: nn.Module, config: DeepSpeedConfig, partition: Partition) -> ParameterCoordinator | None:
@@ -239,6 +239,9 @@ def _let_go(partition: Partition, coordinator: ParameterCoordinator | None, redu
             stack.callback(reducer.remove)
         if coordinator is not None:
             stack.callback(coordinator.remove, gather=True)
+        for optimizer in {flat.optimizer() for flat in partition.trained}:
+            if isinstance(optimizer, ZeroOptimizer):
+                stack.callback(optimizer.reload_states)  # parameters may be away: `offload_states`
 
 
 def _report(request: EngineRequest, terms: Terms) -> StepReport:

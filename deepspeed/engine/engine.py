@@ -64,7 +64,7 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, SavingMembers, LoadingMem
         self._was_step_applied = False
         self._undecided: UndecidedStep | None = None
         self._in_no_sync = False
-        self._awaits_step = False
+        self._awaits_step = self._is_stopped = self._stepped_for_optimizer = False
         if self.optimizer is not None:
             self.optimizer.serve(weakref.WeakMethod(self._step_for_optimizer))
         self.resumed_from: str | None = None
@@ -88,6 +88,7 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, SavingMembers, LoadingMem
         if parts.input_dtype is not None:
             args, kwargs = map_tensors(self._cast_input, args), map_tensors(self._cast_input, kwargs)
         if self.training:
+            self._stepped_for_optimizer = False
             parts.same_inputs.check(args, kwargs)
         with self._autocast(), self._gathering(), parts.products():
             output = self.module(*args, **kwargs)
@@ -163,9 +164,10 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, SavingMembers, LoadingMem
         try:
             parts.reducer.drive(autograd)
         except BaseException as error:  # an interrupt too: in a notebook people go on after it
+            self._is_stopped = True
             logger.warning(_STOPPED, type(error).__name__)
             raise
-        self._awaits_step = True
+        self._awaits_step, self._stepped_for_optimizer = True, False
         timers(BACKWARD_ALLREDUCE).stop()
         timers(BACKWARD).stop()
         report.mark("after backward")
@@ -194,6 +196,11 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, SavingMembers, LoadingMem
         if self._in_no_sync:
             raise ArgumentError("engine.step() inside engine.no_sync(). Leave the context first: a step reduces gradients.")
         self._require_present("engine.step()")
+        if self._stepped_for_optimizer:
+            raise UsageError(
+                "engine.step() after optimizer.step(), which was engine.step() already, with no forward or backward between "
+                "them. Call one of the two."
+            )
         self._awaits_step = False
         parts = self._parts
         is_boundary = parts.accumulation.is_step_boundary
@@ -210,16 +217,17 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, SavingMembers, LoadingMem
         if not self._awaits_step:
             return False
         self.step()
+        self._stepped_for_optimizer = True
         return True
 
     def _update(self, lr_kwargs: dict[str, Any]) -> None:
         parts = self._parts
         assert self.optimizer is not None  # step() asked
-        parts.report.timers(STEP).start()
-        parts.report.mark("before step")
         self._settle()
         self._refuse_changed_freezing()
         parts.same_inputs.before_update()
+        parts.report.timers(STEP).start()
+        parts.report.mark("before step")
         if parts.coordinator is not None:
             parts.coordinator.before_update()
         outcome = self.optimizer.update(self.global_steps + 1)
@@ -304,8 +312,15 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, SavingMembers, LoadingMem
         report.close_window()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop every accumulated gradient."""
+        """Drop every accumulated gradient; after a backward that was stopped, its batch begins anew."""
         self._parts.require_owned()
+        if self._is_stopped:
+            self._is_stopped = self._awaits_step = False
+            self._parts.accumulation.drop_window()
+            self._parts.loss_guard.reset()
+            self._parts.report.close_window()
+            for name in (FORWARD, BACKWARD, BACKWARD_INNER, BACKWARD_ALLREDUCE, STEP):
+                self._parts.report.timers(name).reset()
         if self.optimizer is not None:
             self.optimizer.zero_grad()
         for param in self._parts.unmanaged:
@@ -399,7 +414,7 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, SavingMembers, LoadingMem
             if self._config.disable_python_gc:
                 stack.callback(gc.enable)
             stack.callback(parts.report.monitor.close)
-            stack.callback(withdraw_small, self.module.parameters())
+            stack.callback(withdraw_small, self.module.parameters(), parts.small)
             for flat in parts.partition.frozen:
                 stack.callback(flat.release)
             if optimizer is not None:

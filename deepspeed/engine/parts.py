@@ -29,6 +29,7 @@ from deepspeed.topology.mesh import ParallelMesh
 from deepspeed.zero.coordinator import ParameterCoordinator
 from deepspeed.zero.optimizer import ZeroOptimizer
 from deepspeed.zero.reducer import GradientReducer
+from deepspeed.zero.small import WholeParameters
 
 
 @dataclass
@@ -64,6 +65,9 @@ class EngineParts:
 
     optimizer: ZeroOptimizer | None = None
     reducer: GradientReducer | None = None
+    small: tuple[WholeParameters, ...] = ()
+    """Who keeps the small parameters of stage 3."""
+
     basic_optimizer: Optimizer | None = None
     client_optimizer: Any = None
     lr_scheduler: Any = None

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from deepspeed import comm
+from deepspeed.accelerator.late import LateNumber
 from deepspeed.common.pytree import tensors
 from deepspeed.errors import CommError
 from deepspeed.topology.mesh import AxisGroup
@@ -45,6 +46,7 @@ class SameInputs:
         self._is_first = True
         self._seen: Tensor | None = None
         self._asked: tuple[Tensor, Any] | None = None
+        self._coming: LateNumber | None = None
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take notice of the tensors in the arguments of forward. Collective over the axis at the first call.
@@ -70,6 +72,10 @@ class SameInputs:
         digests = torch.empty(self._axis.size, dtype=torch.int64, device=self._device)
         work = comm.all_gather_into_tensor(digests, self._seen.reshape(1), group=self._axis.group, async_op=True)
         self._seen, self._asked = None, (digests, work)
+        if self._device.type != "cpu":  # the copy to the host is queued here, before the kernels of the step
+            self._asked = None
+            work.wait()
+            self._coming = LateNumber((digests != digests[0]).any())
 
     def before_update(self) -> None:
         """See that all is well with what led to an update; an accelerator is asked in the next forward. Collective.
@@ -82,12 +88,12 @@ class SameInputs:
             self._answer()
 
     def _answer(self) -> None:
-        if self._asked is None:
-            return
-        digests, work = self._asked
-        self._asked = None
-        work.wait()
-        if (digests != digests[0]).any():
+        if self._asked is not None:
+            digests, work = self._asked
+            work.wait()
+            self._coming = LateNumber((digests != digests[0]).any())
+        coming, self._asked, self._coming = self._coming, None, None
+        if coming is not None and coming.get():
             raise CommError(
                 f"rank {self._axis.ranks[self._axis.rank]}: tensor-parallel ranks {list(self._axis.ranks)} were given "
                 "different inputs, but they compute parts of one forward and need the same batch. Use the loader of "

@@ -157,7 +157,7 @@ def two_tokens(module: nn.Module, stacks: Stacks) -> tuple[Tensor, Tensor, Tenso
 
 def is_close(found: Tensor, expected: Tensor) -> bool:
     """Whether two outputs for such tokens are equal but for rounding: products of a few hundred terms, in their dtype."""
-    bound = 100 * torch.finfo(expected.dtype).eps * expected.norm().item()
+    bound = min(100 * torch.finfo(expected.dtype).eps, 0.1) * expected.norm().item()  # 100 of bfloat16 would be 0.78
     return found.shape == expected.shape and (found - expected).norm().item() <= bound
 
 

@@ -10,12 +10,13 @@ the parameters that nobody else holds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import torch
 from torch import nn
 
 from deepspeed import comm
+from deepspeed.errors import ArgumentError
 from deepspeed.topology.mesh import AxisGroup
 from deepspeed.zero.holder import holder_of, set_holder
 from deepspeed.zero.published import publish, withdraw
@@ -46,8 +47,17 @@ class WholeParameters:
 
         Written in place, so that an engine that trains them notices (`FlatGroup.edited`) and takes masters from them. Of
         experts that the rank does not hold, those of the first rank that does.
+
+        Raises:
+            ArgumentError: `source_rank` does not share the parameters.
         """
         ranks = self._axis.ranks
+        if source_rank not in ranks and not self._is_expert:
+            raise ArgumentError(
+                f"modifier_rank={source_rank}, but the parameters are shared by the ranks {list(ranks)}. Name one of "
+                "these: the global rank of the process that edits. With tensor-parallel ranks each has others: "
+                "comm.get_global_rank(groups._get_data_parallel_group(), 0)."
+            )
         source = ranks[0] if self._is_expert and source_rank not in ranks else source_rank
         with torch.no_grad():
             for param in params:
@@ -70,9 +80,10 @@ def publish_small(params: Iterable[nn.Parameter], holder: WholeParameters) -> No
             holder.publish(param)
 
 
-def withdraw_small(params: Iterable[nn.Parameter]) -> None:
-    """Undo `publish_small` where it was done."""
+def withdraw_small(params: Iterable[nn.Parameter], of: Container[object] | None = None) -> None:
+    """Undo `publish_small` where it was done, by whomever (None) or by one of these holders: a newer engine's stay."""
     for param in params:
-        if isinstance(holder_of(param), WholeParameters):
+        holder = holder_of(param)
+        if isinstance(holder, WholeParameters) and (of is None or holder in of):
             set_holder(param, None)
             withdraw(param)

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+import deepspeed
 from deepspeed.errors import ArgumentError, UsageError
 from tests.support.engines import config, make_engine, masters, train, zero
 from tests.support.models import Mlp, build, make_batches
@@ -383,3 +384,84 @@ def test_a_step_of_the_optimizer_is_the_engines_and_one_without_a_backward_is_re
     for is_equal, said in run_ranks(_stepped_through_the_optimizer, 2):
         assert is_equal
         assert "no engine.backward() has gone before it" in said
+
+
+def _small_parameters_of_the_newer_engine(rank: int, world_size: int) -> list[float]:
+    model = build(Mlp)
+    settings = config(**zero(3))  # all of this model's parameters are small
+    older = make_engine(model, settings, optimizer=sgd(model))
+    newer = make_engine(model, settings, optimizer=sgd(model))
+    older.destroy()
+    param = next(newer.module.parameters())
+    with deepspeed.zero.GatheredParameters(param, modifier_rank=0):
+        if rank == 0:
+            param.data.fill_(7)
+    return [float(param.detach().min()), float(param.detach().max())]
+
+
+def test_the_end_of_an_older_engine_leaves_small_parameters_to_the_newer() -> None:
+    assert run_ranks(_small_parameters_of_the_newer_engine, 2) == [[7, 7], [7, 7]]
+
+
+class _Stop(torch.autograd.Function):
+    is_on = False
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        if _Stop.is_on:
+            raise KeyboardInterrupt
+        return gradient
+
+
+def _repeated_after_an_interrupt(rank: int, world_size: int) -> list[bool]:
+    """Weights after the batch was stopped in its second micro-batch and repeated, against those of a run without."""
+    same = []
+    for stage in (0, 2, 3):
+        found = []
+        for is_stopped in (False, True):
+            model = build(Mlp, dtype=torch.float64)
+            blocks = {"wall_clock_breakdown": True, **zero(stage)}
+            engine = make_engine(model, config(2, **blocks), optimizer=sgd(model))
+            for number, micros in enumerate(make_batches(model, 2, 2, world_size)):
+                if is_stopped and number == 1:
+                    engine.backward(engine(*micros[0][rank]))
+                    engine.step()
+                    _Stop.is_on = True
+                    with pytest.raises(KeyboardInterrupt):
+                        engine.backward(_Stop.apply(engine(*micros[1][rank])))
+                    _Stop.is_on = False
+                    engine.zero_grad()
+                for micro in micros:
+                    engine.backward(engine(*micro[rank]))
+                    engine.step()
+            found.append((engine.global_steps, masters(engine)))
+        (steps, expected), (steps_again, got) = found
+        same.append(steps == steps_again and all(torch.equal(got[name], value) for name, value in expected.items()))
+    return same
+
+
+def test_a_batch_that_was_interrupted_is_repeated_whole() -> None:
+    assert run_ranks(_repeated_after_an_interrupt, 1) == [[True] * 3]
+
+
+def _stepped_by_both(rank: int, world_size: int) -> tuple[int, str]:
+    model = build(Mlp)
+    engine = make_engine(model, config(), optimizer=sgd(model))
+    ((micro,),) = make_batches(model, 1, 1, world_size)
+    engine.backward(engine(*micro[rank]))
+    engine.optimizer.step()
+    try:
+        engine.step()
+    except UsageError as error:
+        return engine.global_steps, str(error)
+    return engine.global_steps, ""
+
+
+def test_the_engine_does_not_step_again_after_its_optimizer() -> None:
+    for steps, said in run_ranks(_stepped_by_both, 2):
+        assert steps == 1
+        assert "Call one of the two" in said
