@@ -53,6 +53,7 @@ CALLS: dict[str, Callable[[int], Any]] = {
     "initialize_mesh_device": lambda rank: comm.initialize_mesh_device((2, 2), ("one", "two")),
     "irecv": lambda rank: comm.irecv(_four(), 1).wait() if rank == 0 else comm.send(_four(), 0),
     "isend": lambda rank: comm.isend(torch.ones(1 << 22), 1).wait() if rank == 0 else comm.recv(torch.ones(1 << 22), 0),
+    "kept_group": lambda rank: comm.kept_group([0, 1], "calls"),
     "monitored_barrier": lambda rank: comm.monitored_barrier(),
     "new_group": lambda rank: comm.new_group([0, 1]),
     "recv": lambda rank: comm.recv(_four(), 1) if rank == 0 else comm.send(_four(), 0),

@@ -46,7 +46,8 @@ _KILL_SECONDS = 1.0
 _LOOK_SECONDS = 0.5
 _END_LOOK_SECONDS = 0.1
 _SAME_LOOKS = 5
-"""So many looks that see as many sessions say that the back end starts no more: one may have failed before the first."""
+"""So many looks that see as many sessions say that the back end starts and ends no more: one may have failed before the
+first look, and those of a job that was over before we were let in end one soon after the other."""
 
 
 class FrontEnd:
@@ -191,8 +192,8 @@ class _Attendance:
         running = _count_running_children(self._process.pid)
         self._same_looks = self._same_looks + 1 if running == self._running else 0
         self._running = running
-        is_started = self._had_all_sessions or (running > 0 and self._same_looks >= _SAME_LOOKS)
-        if is_started and running < self._sessions:
+        is_before_start = self._had_all_sessions and self._link.is_heard
+        if 0 < running < self._sessions and (is_before_start or self._same_looks >= _SAME_LOOKS):
             self._end_job(Cause(255, "a host's launcher ended before the job had started: see above"))
         self._had_all_sessions = self._had_all_sessions or running == self._sessions
 

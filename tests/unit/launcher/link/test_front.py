@@ -65,3 +65,15 @@ def test_a_host_whose_session_fails_before_all_have_begun_ends_the_job() -> None
     code = "import subprocess; subprocess.run(['false']); subprocess.run(['sleep', '300'])"
     assert front_end.attend(_back_end(code)) == 255
     assert time.monotonic() - began < 8
+
+
+def test_a_job_that_was_over_before_the_front_end_got_through_has_its_back_ends_status() -> None:
+    """Sessions of a quick job end one after the other; none of them tells that a host will never join."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    front = FrontEnd("127.0.0.1", port, encode_world_info({"a": [0], "b": [0]}), "token", has_session_per_host=True)
+    code = (
+        "import subprocess, sys; all = [subprocess.Popen([sys.executable, '-c', f'import time; time.sleep({s})'])"
+        " for s in (1.2, 2.4)]; [each.wait() for each in all]"
+    )
+    assert front.attend(_back_end(code)) == 0
