@@ -1,10 +1,15 @@
 """How long is one training step of a small Llama whose layers two ranks share?
 
 Goals: at most 0.85 of the time of the original's AutoTP, and no more than that of torch's `parallelize_module` (columns and
-rows, fused AdamW). Attention and MLPs are cut, alike for every contender; embedding and output layer are whole.
-`ours, no engine` is the cut model with torch's fused AdamW: what the layers alone cost.
+rows, fused AdamW). Two cases of one shape:
 
-Model: width 512, 6 blocks, 8 query and 4 key/value heads, MLPs of 1408, vocabulary 4096; 4 rows of 128 tokens, fp32.
+- `tensor_step`: a model of our own with rules for it. Attention and MLPs are cut, alike for every contender; embedding and
+  output layer are whole. `ours, no engine` is the cut model with torch's fused AdamW: what the layers alone cost.
+- `tensor_step_defaults`: Transformers' Llama and `autotp_size` alone: each cuts what it cuts by itself. For torch that is
+  the model's own plan, output layer included.
+
+Model: width 512, 6 blocks, 8 query and 4 key/value heads, MLPs of 1408, vocabulary 4096; 4 rows of 128 tokens, fp32. The
+interpreters need transformers for the second.
 """
 
 from __future__ import annotations
@@ -31,11 +36,12 @@ _HEAD_DIM = _WIDTH // _HEADS
 _COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 _RULES = {"column": _COLUMNS, "row": ("self_attn.o_proj", "mlp.down_proj")}
 
-CASES = (
-    Case(
-        "tensor_step",
+
+def _case(title: str, model: str, contenders: tuple[str, ...]) -> Case:
+    return Case(
+        title,
         benchmark=__name__.rpartition(".")[2],
-        contenders=(OURS, NO_ENGINE, PARALLELIZED, ORIGINAL),
+        contenders=contenders,
         figures=("step_ms", "first_loss", "last_loss"),
         of=PARALLELIZED,
         ranks=RANKS,
@@ -43,8 +49,13 @@ CASES = (
         pairs=5,
         side_pairs=2,
         loss_tolerance=1e-4,
-        arguments={"warm": 2, "steps": 8},
-    ),
+        arguments={"model": model, "warm": 2, "steps": 8},
+    )
+
+
+CASES = (
+    _case("tensor_step", "own", (OURS, NO_ENGINE, PARALLELIZED, ORIGINAL)),
+    _case("tensor_step_defaults", "transformers", (OURS, PARALLELIZED, ORIGINAL)),
 )
 
 
@@ -108,37 +119,60 @@ class Llama(nn.Module):
         return F.cross_entropy(self.to_vocabulary(self.norm(x_BTD)).flatten(0, 1), tokens_BT[:, 1:].flatten())
 
 
-def _model() -> Llama:
+def _llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=_VOCABULARY,
+            hidden_size=_WIDTH,
+            intermediate_size=_HIDDEN,
+            num_hidden_layers=_BLOCKS,
+            num_attention_heads=_HEADS,
+            num_key_value_heads=_KEY_HEADS,
+            max_position_embeddings=_TOKENS,
+            use_cache=False,
+        )
+    )
+
+
+def _model(kind: str) -> nn.Module:
     torch.manual_seed(0)
-    return Llama()
+    return Llama() if kind == "own" else _llama()
+
+
+def _loss(kind: str, model: Callable[..., Any], tokens_BT: Tensor) -> Tensor:
+    if kind == "own":
+        own: Tensor = model(tokens_BT)
+        return own
+    loss: Tensor = model(input_ids=tokens_BT[:, :-1], labels=tokens_BT[:, :-1]).loss  # shifted by the model
+    return loss
 
 
 # -- contenders: each is one function `step(tokens) -> loss` ---------------------------------------------------------------
 
 
-def _engine(contender: str) -> Callable[[Tensor], Tensor]:
+def _engine(kind: str) -> Callable[[Tensor], Tensor]:
     import deepspeed
 
     deepspeed.init_distributed("gloo")
-    model = _model()
+    model = _model(kind)
     specs = [
-        {"patterns": [rf".*{name.replace('.', '[.]')}[.]weight$" for name in names], "partition_type": kind}
-        for kind, names in _RULES.items()
+        {"patterns": [rf".*{name.replace('.', '[.]')}[.]weight$" for name in names], "partition_type": cut}
+        for cut, names in _RULES.items()
     ]
+    rules = {"use_default_specs": False, "layer_specs": specs}
     config = {
         "train_micro_batch_size_per_gpu": _ROWS,
         "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}},
-        "tensor_parallel": {
-            "autotp_size": RANKS,
-            "partition_config": {"use_default_specs": False, "layer_specs": specs},
-        },
+        "tensor_parallel": {"autotp_size": RANKS, **({"partition_config": rules} if kind == "own" else {})},
         "gradient_clipping": 0.0,
         "steps_per_print": 10**9,
     }
     engine: Any = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
 
     def step(tokens_BT: Tensor) -> Tensor:
-        loss: Tensor = engine(tokens_BT)
+        loss = _loss(kind, engine, tokens_BT)
         engine.backward(loss)
         engine.step()
         return loss
@@ -146,9 +180,9 @@ def _engine(contender: str) -> Callable[[Tensor], Tensor]:
     return step
 
 
-def _plain_loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], Tensor]:
+def _plain_loop(kind: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], Tensor]:
     def step(tokens_BT: Tensor) -> Tensor:
-        loss: Tensor = model(tokens_BT)
+        loss = _loss(kind, model, tokens_BT)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -157,33 +191,36 @@ def _plain_loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[
     return step
 
 
-def _no_engine() -> Callable[[Tensor], Tensor]:
+def _no_engine(kind: str) -> Callable[[Tensor], Tensor]:
     import deepspeed
     from deepspeed.config.parallel import TensorParallelConfig
     from deepspeed.tensor_parallel.auto import apply_auto_tp
     from deepspeed.topology.mesh import ParallelMesh
 
     deepspeed.init_distributed("gloo")
-    model = _model()
+    model = _model(kind)
     apply_auto_tp(model, TensorParallelConfig(autotp_size=RANKS), ParallelMesh.build(tensor=RANKS).axis("tensor"))
-    return _plain_loop(model, adamw(model))
+    return _plain_loop(kind, model, adamw(model))
 
 
-def _parallelized() -> Callable[[Tensor], Tensor]:
+def _parallelized(kind: str) -> Callable[[Tensor], Tensor]:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     dist.init_process_group("gloo")
-    model = _model()
+    model = _model(kind)
     styles = {"column": ColwiseParallel, "row": RowwiseParallel}
-    plan = {f"layers.*.{name}": styles[kind]() for kind, names in _RULES.items() for name in names}
+    prefix = "" if kind == "own" else "model."
+    plan = {f"{prefix}layers.*.{name}": styles[cut]() for cut, names in _RULES.items() for name in names}
+    if kind != "own":
+        plan["lm_head"] = ColwiseParallel(output_layouts=Replicate())
     parallelize_module(model, init_device_mesh("cpu", (RANKS,)), plan)
     parameters = list(model.parameters())
     groups = [
         {"params": [param for param in parameters if isinstance(param, DTensor) == is_part]} for is_part in (True, False)
     ]
-    return _plain_loop(model, torch.optim.AdamW(groups, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True))
+    return _plain_loop(kind, model, torch.optim.AdamW(groups, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True))
 
 
 def _batches(count: int) -> Iterator[Tensor]:
@@ -194,7 +231,7 @@ def _batches(count: int) -> Iterator[Tensor]:
 
 def measure(contender: str, arguments: Mapping[str, Any]) -> Measured:
     makers = {NO_ENGINE: _no_engine, PARALLELIZED: _parallelized}
-    step = makers[contender]() if contender in makers else _engine(contender)
+    step = makers.get(contender, _engine)(arguments["model"])
     seconds, losses = [], []
     for tokens_BT in _batches(arguments["warm"] + arguments["steps"]):
         dist.barrier()

@@ -40,6 +40,7 @@ from deepspeed.comm.flat import (
     Record,
     ShardWork,
     Work,
+    record_nothing,
 )
 from deepspeed.comm.mean import MeanRule
 from deepspeed.comm.parts import BackendParts, LocalParts, PartsExchanger, SharedOrBackendParts, SharedParts
@@ -72,13 +73,18 @@ __all__ = [
     "local_stage",
     "parameter_stage",
     "parts_exchanger",
+    "record_as",
 ]
+
+_ALL_TO_ALL = "all_to_all_single"
 
 _PROGRESS = Progress()
 """What ranks of this process do for others while they wait; it knows buffers weakly, so nothing has to be reset."""
 
-_EXCHANGERS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, PartsExchanger]] = weakref.WeakKeyDictionary()
-"""Of each group, by kind of device: layers share one, and the memory in it. They go with the group."""
+_EXCHANGERS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, str], PartsExchanger]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Of each group, by kind of device and use: layers share one, and the memory in it. They go with the group."""
 
 
 def flat_all_reducer(
@@ -119,7 +125,7 @@ def flat_all_reducer(
     memory = place.share(numel, dtype, may_share_memory, "Gradients", "reduced")
     if memory is not None:
         return SharedMemoryReducer(
-            memory, place.rank, place.ranks, rule, communication_dtype, place.patience(), _record_as("all_reduce"), _PROGRESS
+            memory, place.rank, place.ranks, rule, communication_dtype, place.patience(), record_as("all_reduce"), _PROGRESS
         )
     return BackendReducer(numel, dtype, place.device, group, place.ranks, rule, communication_dtype, place.backend_seconds)
 
@@ -170,7 +176,7 @@ def flat_reduce_scatterer(
             rule,
             communication_dtype,
             place.patience(),
-            _record_as("reduce_scatter_tensor"),
+            record_as("reduce_scatter_tensor"),
             _PROGRESS,
         )
     return BackendReduceScatterer(
@@ -212,7 +218,7 @@ def flat_gatherer(
         return BackendGatherer(numel, dtype, place.device, group, place.ranks, place.backend_seconds, at_rest=at_rest)
     memory = place.share(numel, dtype, may_share_memory, "Parameters", "gathered")
     if memory is not None:
-        record = _record_as("all_gather_into_tensor")
+        record = record_as("all_gather_into_tensor")
         return SharedMemoryGatherer(memory, place.rank, place.ranks, place.patience(), record, _PROGRESS)
     return BackendGatherer(numel, dtype, place.device, group, place.ranks, place.backend_seconds)
 
@@ -252,7 +258,7 @@ def parameter_stage(
             shared_nbytes(count, nbytes), torch.uint8, may_share_memory, "Shards read from files", "gathered"
         )
         if memory is not None:
-            record = _record_as("all_gather_into_tensor")
+            record = record_as("all_gather_into_tensor")
             slots = SharedSlots(memory, count, place.rank, place.ranks, place.patience(), record, _PROGRESS)
             stage = Stage(slots)
             _PROGRESS.add(stage)
@@ -268,33 +274,41 @@ def local_stage(count: int, nbytes: int, allocate: Callable[[int], torch.Tensor]
     return Stage(LocalSlots([allocate(nbytes) for _ in range(count)]))
 
 
-def parts_exchanger(group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu") -> PartsExchanger:
+def parts_exchanger(
+    group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu", use: str = _ALL_TO_ALL
+) -> PartsExchanger:
     """The fastest way to give parts of tensors on `device` to all ranks of `group`; the same object for the same group.
 
     Not collective; the first `exchange`, and one with larger parts than any before, are so in more than the parts: shared
     memory is agreed on then. Its time limit is that of the group.
+
+    Args:
+        group: whose ranks exchange; None means all ranks.
+        device: where the parts lie.
+        use: what it carries, "all_to_all_single" or "sums": each has an exchanger of its own. The comms log has all-to-alls;
+            sums log themselves.
     """
-    place = _Place.of(device, group, None)
-    if place.world_size == 1:
-        return LocalParts()
     key = group if group is not None else dist.group.WORLD
-    assert key is not None  # several ranks: torch.distributed is initialized
+    if key is None or key.size() == 1:
+        return LocalParts()
     known = _EXCHANGERS.setdefault(key, {})
-    if place.device.type not in known:
-        known[place.device.type] = _exchanger_at(place, weakref.ref(key))
-    return known[place.device.type]
+    kind = torch.device(device).type, use
+    if kind not in known:
+        known[kind] = _exchanger_at(_Place.of(device, group, None), weakref.ref(key), use)
+    return known[kind]
 
 
-def _exchanger_at(place: _Place, group: Callable[[], dist.ProcessGroup | None]) -> PartsExchanger:
+def _exchanger_at(place: _Place, group: Callable[[], dist.ProcessGroup | None], use: str) -> PartsExchanger:
     """`group` is asked for late: what `_EXCHANGERS` holds must not keep the group alive."""
     backend = BackendParts(group, place.rank)
+    record = record_as(_ALL_TO_ALL) if use == _ALL_TO_ALL else record_nothing
 
     def share(nbytes: int) -> SharedParts | None:
         here = replace(place, group=group())
-        memory = here.share(2 * here.world_size * nbytes, torch.uint8, True, "Sequence parts", "exchanged")
+        memory = here.share(2 * here.world_size * nbytes, torch.uint8, True, "Parts of tensors", "exchanged")
         if memory is None:
             return None
-        return SharedParts(memory, here.rank, here.ranks, here.patience(), _record_as("all_to_all_single"), _PROGRESS)
+        return SharedParts(memory, here.rank, here.ranks, here.patience(), record, _PROGRESS)
 
     place = replace(place, group=None)
     return SharedOrBackendParts(share, backend) if place.device.type == "cpu" else backend
@@ -363,7 +377,7 @@ def _gather(values: list[int], group: dist.ProcessGroup | None) -> list[list[int
     return [each.tolist() for each in all_ranks]
 
 
-def _record_as(operation: str) -> Record:
+def record_as(operation: str) -> Record:
     """Make the `Record` of means and gathers that no collective carries: it times them for the comms log."""
 
     def record(nbytes: int, world_size: int) -> Callable[[], None] | None:

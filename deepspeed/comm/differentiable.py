@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed.comm import collectives
+from deepspeed.comm.sums import all_reduce_now
 from deepspeed.errors import ArgumentError
 
 __all__ = ["all_gather", "copy", "gather", "own_part", "reduce", "reduce_scatter", "split"]
@@ -119,7 +120,7 @@ class _Reduce(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
         total = x.clone(memory_format=torch.contiguous_format)
-        collectives.all_reduce(total, group=group)
+        all_reduce_now(total, group)
         return total
 
     @staticmethod

@@ -61,6 +61,9 @@ class PartsExchanger(Protocol):
             CommError: a rank died, is late, or moves parts of other sizes.
         """
 
+    def is_shared(self, nbytes: int) -> bool:
+        """Whether `exchange` of such parts goes through memory, and no back end. Every rank of the group asks alike."""
+
 
 def part_nbytes(shapes: Sequence[Shape], itemsizes: Sequence[int]) -> int:
     """Bytes to set aside for a part of these tensors: their own, and up to 64 of padding after each."""
@@ -90,6 +93,10 @@ class LocalParts:
     ) -> Iterator[tuple[int, list[torch.Tensor]]]:
         """See `PartsExchanger`."""
         yield 0, list(leaving[0])
+
+    def is_shared(self, nbytes: int) -> bool:
+        """See `PartsExchanger`."""
+        return True
 
 
 class BackendParts:
@@ -122,6 +129,10 @@ class BackendParts:
             if rank != self._rank:
                 yield rank, _cut(memory, arriving[rank], leaving[0])
 
+    def is_shared(self, nbytes: int) -> bool:
+        """See `PartsExchanger`."""
+        return False
+
 
 class SharedParts:
     """Parts in memory that all ranks map: a rank's row has two slots, each with a place per rank. [Note: two slots]"""
@@ -142,7 +153,7 @@ class SharedParts:
         self._places = [row.view(2, world_size, self.capacity_nbytes) for row in memory.rows]
         self._rank = rank
         self._ranks = ranks
-        self._peers = Peers(memory.board, memory.processes, rank, ranks, patience, "sequence exchange", progress)
+        self._peers = Peers(memory.board, memory.processes, rank, ranks, patience, "exchange of parts", progress)
         self._board = memory.board
         self._record = record
         self._number = 0
@@ -158,9 +169,7 @@ class SharedParts:
             self._pack(number % 2, leaving)
             self._board.launch(number, nbytes, len(leaving[0]))
             yield self._rank, list(leaving[self._rank])
-            self._peers.wait(
-                self._board.launched, number, lambda: f"exchange {number} of sequence parts", "to bring its parts"
-            )
+            self._peers.wait(self._board.launched, number, lambda: f"exchange {number} of parts", "to bring its parts")
             self._check_alike(number, (nbytes, len(leaving[0])))
         except BaseException as error:  # an interrupt too: this rank has lost step with the others
             self._peers.failed(error)
@@ -189,10 +198,10 @@ class SharedParts:
             theirs = self._board.range(rank, number)
             if theirs != mine:
                 raise CommError(
-                    f"rank {self._ranks[self._rank]}: exchange {number} of sequence parts over ranks "
-                    f"{list(self._ranks)} cannot "
-                    f"be: here {mine[1]} tensors of {mine[0]} bytes per rank, on rank {self._ranks[rank]} {theirs[1]} of "
-                    f"{theirs[0]}. All ranks need parts of the same length and heads, or must say that lengths vary."
+                    f"rank {self._ranks[self._rank]}: exchange {number} of parts over ranks {list(self._ranks)} cannot be: "
+                    f"here {mine[1]} tensors of {mine[0]} bytes per rank, on rank {self._ranks[rank]} {theirs[1]} of "
+                    f"{theirs[0]}. All ranks need tensors of the same sizes; of sequences, parts of the same length and "
+                    "heads, or lengths that are said to vary."
                 )
 
 
@@ -214,10 +223,14 @@ class SharedOrBackendParts:
         self, leaving: Sequence[Sequence[torch.Tensor]], arriving: Sequence[Sequence[Shape]], nbytes: int
     ) -> Iterator[tuple[int, list[torch.Tensor]]]:
         """See `PartsExchanger`."""
+        way = self._shared if self.is_shared(nbytes) else None
+        return (way or self._backend).exchange(leaving, arriving, nbytes)
+
+    def is_shared(self, nbytes: int) -> bool:
+        """See `PartsExchanger`; the memory grows here."""
         if self._is_shareable and (self._shared is None or nbytes > self._shared.capacity_nbytes):
             self._grow(nbytes)
-        way: PartsExchanger = self._backend if self._shared is None else self._shared
-        return way.exchange(leaving, arriving, nbytes)
+        return self._is_shareable
 
     def _grow(self, nbytes: int) -> None:
         """Collective, since all ranks have the same `nbytes` and the same capacity."""

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed.comm import collectives
+from deepspeed.comm.sums import all_reduce_now
 from deepspeed.errors import ArgumentError, UsageError
 
 __all__ = ["vocab_parallel_cross_entropy"]
@@ -78,7 +79,7 @@ class _VocabularyLoss(torch.autograd.Function):
         largest_N = torch.full(target_N.shape, -torch.inf, dtype=dtype, device=logits_NV.device)
         if logits_NV.shape[1]:
             largest_N.copy_(logits_NV.amax(1))
-        collectives.all_reduce(largest_N, op=collectives.ReduceOp.MAX, group=group)
+        all_reduce_now(largest_N, group, collectives.ReduceOp.MAX)
         shifted_NV = logits_NV.to(dtype) - largest_N.unsqueeze(1)
         is_own_N = (target_N >= start) & (target_N < start + logits_NV.shape[1])
         rows_K = is_own_N.nonzero().squeeze(1)
@@ -87,7 +88,7 @@ class _VocabularyLoss(torch.autograd.Function):
         sums_2N[1, rows_K] = shifted_NV[rows_K, columns_K]
         softmax_NV = shifted_NV.exp_()
         sums_2N[0] = softmax_NV.sum(1)
-        collectives.all_reduce(sums_2N, group=group)
+        all_reduce_now(sums_2N, group)
         softmax_NV /= sums_2N[0].unsqueeze(1)
         is_ignored_N = target_N == ignore_index
         ctx.save_for_backward(softmax_NV, rows_K, columns_K, is_ignored_N)

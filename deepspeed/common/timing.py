@@ -24,7 +24,10 @@ def _nothing() -> None:
 
 
 class Timer:
-    """One named stopwatch. The time it holds is the sum of its start-stop intervals since the last reset."""
+    """One named stopwatch. The time it holds is the sum of its start-stop intervals since the last reset.
+
+    `with timer:` is one interval, which does not count when an exception leaves it.
+    """
 
     def __init__(self, name: str, read_seconds: Callable[[], float]) -> None:
         self.name = name
@@ -61,6 +64,19 @@ class Timer:
         self._began_seconds = None
         if record:
             self._recorded_seconds.append(seconds)
+
+    def abandon(self) -> None:
+        """Forget a running interval: what it timed was cut short by an exception."""
+        self._began_seconds = None
+
+    def __enter__(self) -> None:
+        self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.stop()
+        else:
+            self.abandon()
 
     def elapsed(self, reset: bool = True) -> float:
         """Return the time held, a running interval included, in milliseconds; by default start again from zero."""
@@ -181,6 +197,15 @@ class NullTimer:
 
     def stop(self, reset: bool = False, record: bool = False) -> None:
         """Do nothing."""
+
+    def abandon(self) -> None:
+        """Do nothing."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
     def elapsed(self, reset: bool = True) -> float:
         """Return 0.0."""

@@ -84,15 +84,14 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, SavingMembers, LoadingMem
         report.mark("before forward")
         if self.training:
             report.throughput.start()
-        report.timers(FORWARD).start()
-        if parts.input_dtype is not None:
-            args, kwargs = map_tensors(self._cast_input, args), map_tensors(self._cast_input, kwargs)
-        if self.training:
-            self._stepped_for_optimizer = False
-            parts.same_inputs.check(args, kwargs)
-        with self._autocast(), self._gathering(), parts.products():
-            output = self.module(*args, **kwargs)
-        report.timers(FORWARD).stop()
+        with report.timers(FORWARD):
+            if parts.input_dtype is not None:
+                args, kwargs = map_tensors(self._cast_input, args), map_tensors(self._cast_input, kwargs)
+            if self.training:
+                self._stepped_for_optimizer = False
+                parts.same_inputs.check(args, kwargs)
+            with self._autocast(), self._gathering(), parts.products():
+                output = self.module(*args, **kwargs)
         report.mark("after forward")
         return output
 
@@ -153,8 +152,6 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, SavingMembers, LoadingMem
         report.mark("before backward")
         if accumulation.is_step_boundary:
             parts.same_inputs.ask()
-        timers(BACKWARD).start()
-        timers(BACKWARD_INNER).start()
 
         def autograd() -> None:
             torch.autograd.backward(scaled, retain_graph=retain_graph, **kwargs)
@@ -162,14 +159,17 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, SavingMembers, LoadingMem
             timers(BACKWARD_ALLREDUCE).start()
 
         try:
-            parts.reducer.drive(autograd)
+            with timers(BACKWARD):
+                timers(BACKWARD_INNER).start()
+                parts.reducer.drive(autograd)
+                timers(BACKWARD_ALLREDUCE).stop()
         except BaseException as error:  # an interrupt too: in a notebook people go on after it
             self._is_stopped = True
+            for name in (BACKWARD_INNER, BACKWARD_ALLREDUCE):
+                timers(name).abandon()
             logger.warning(_STOPPED, type(error).__name__)
             raise
         self._awaits_step, self._stepped_for_optimizer = True, False
-        timers(BACKWARD_ALLREDUCE).stop()
-        timers(BACKWARD).stop()
         report.mark("after backward")
         return loss.detach() / divisor if scale_wrt_gas and divisor != 1 else loss.detach()
 
@@ -226,27 +226,26 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, SavingMembers, LoadingMem
         self._settle()
         self._refuse_changed_freezing()
         parts.same_inputs.before_update()
-        parts.report.timers(STEP).start()
-        parts.report.mark("before step")
-        if parts.coordinator is not None:
-            parts.coordinator.before_update()
-        outcome = self.optimizer.update(self.global_steps + 1)
-        self._undecided = UndecidedStep(outcome, self.lr_scheduler, self.optimizer)
-        is_known = outcome.is_known()
-        if is_known:
-            self._settle()
-        if self.lr_scheduler is not None and (not is_known or self._was_step_applied):
-            self.lr_scheduler.step(**lr_kwargs)
-        for param in parts.unmanaged:
-            param.grad = None
-        parts.accumulation.close_window()
-        parts.loss_guard.reset()
-        if self._config.zero_optimization.enable_sanity_checks:
-            self._check_sanity()
-        self.global_steps += 1
-        watch.set_step(self.global_steps + 1)
-        self.global_samples += parts.batch.train
-        parts.report.timers(STEP).stop()
+        with parts.report.timers(STEP):
+            parts.report.mark("before step")
+            if parts.coordinator is not None:
+                parts.coordinator.before_update()
+            outcome = self.optimizer.update(self.global_steps + 1)
+            self._undecided = UndecidedStep(outcome, self.lr_scheduler, self.optimizer)
+            is_known = outcome.is_known()
+            if is_known:
+                self._settle()
+            if self.lr_scheduler is not None and (not is_known or self._was_step_applied):
+                self.lr_scheduler.step(**lr_kwargs)
+            for param in parts.unmanaged:
+                param.grad = None
+            parts.accumulation.close_window()
+            parts.loss_guard.reset()
+            if self._config.zero_optimization.enable_sanity_checks:
+                self._check_sanity()
+            self.global_steps += 1
+            watch.set_step(self.global_steps + 1)
+            self.global_samples += parts.batch.train
         parts.report.mark("after step")
         self._report()
         parts.checkpointing.saver.at_boundary(lambda: self._pieces(exclude_frozen=False))

@@ -359,12 +359,8 @@ class _Compute:
         parts = engine._parts
         if parts.input_dtype is not None and self._engine._place.is_first(chunk):
             inputs = map_tensors(engine._cast_input, inputs)
-        timer = parts.report.timers(FORWARD)
-        timer.start()
-        with engine._autocast(), parts.products():
-            outputs = engine.module.forward_chunk(chunk, inputs, number)
-        timer.stop()
-        return outputs
+        with parts.report.timers(FORWARD), engine._autocast(), parts.products():
+            return engine.module.forward_chunk(chunk, inputs, number)
 
     def loss(self, outputs: Any, labels: Any) -> Tensor:
         """See `StageCompute`."""
@@ -394,10 +390,8 @@ class _Compute:
         """See `StageCompute`."""
         parts = self._engine._parts
         assert parts.reducer is not None  # train_batch
-        timer = parts.report.timers(BACKWARD)
-        timer.start()
-        parts.reducer.drive(autograd)
-        timer.stop()
+        with parts.report.timers(BACKWARD):
+            parts.reducer.drive(autograd)
 
 
 def _added(one: Any, other: Any) -> Any:

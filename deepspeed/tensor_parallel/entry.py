@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from deepspeed import comm
 from deepspeed.comm import differentiable
+from deepspeed.comm.sums import start_all_reduce
 from deepspeed.topology.mesh import AxisGroup
 
 __all__ = ["Column", "Entry", "OverlappedEntry", "PlainEntry"]
@@ -151,7 +151,7 @@ class _CopyWithWeights(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         axis, columns, aside = ctx.given
         total = gradient.contiguous()
-        work = comm.all_reduce(total, group=axis.group, async_op=True)
+        work = start_all_reduce(total, axis.group)
         made: list[Tensor | None] = [None] * (2 * len(columns))
         needed = ctx.needs_input_grad[4:]
         x_TM = _rows(x)

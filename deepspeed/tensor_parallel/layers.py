@@ -26,9 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepspeed import comm
 from deepspeed.checkpoint.utils import note_part
 from deepspeed.comm import differentiable
+from deepspeed.comm.sums import all_reduce_now
 from deepspeed.errors import UsageError
 from deepspeed.sharding.cut import Cut, Span
 from deepspeed.tensor_parallel.entry import Entry
@@ -225,7 +225,7 @@ class _SumInto(torch.autograd.Function):
         else:
             ctx.mark_dirty(x)
         ctx.group = axis.group
-        comm.all_reduce(x, group=axis.group)
+        all_reduce_now(x, axis.group)
         return x
 
     @staticmethod

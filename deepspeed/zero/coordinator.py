@@ -179,7 +179,6 @@ class ParameterCoordinator:
             self._refuse_lost()
             self._unwind(0)
             self.backward_over()
-            self.hooks.refresh()
             self.pool.enter_pass(is_training=torch.is_grad_enabled())
         packs = self.pool.settings.packs_saved and (may_replace_hooks or not _has_saved_hooks())
         if packs:

@@ -11,14 +11,13 @@ moment. Called by `zero.coordinator`.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
+from deepspeed.common.compiling import not_compiled
 from deepspeed.zero.states import Piece, Unit
 
 __all__ = ["Moments", "UnitHooks"]
@@ -38,16 +37,10 @@ class Moments(Protocol):
 
 
 class UnitHooks:
-    """Hooks on the modules and parameters of units.
-
-    torch.compile must not look into them: the graph breaks around each. The compiler is told so only once somebody has
-    loaded it, for loading it takes seconds.
-    """
+    """Hooks on the modules and parameters of units. torch.compile does not look into them: the graph breaks around each."""
 
     def __init__(self, moments: Moments) -> None:
         self._moments = moments
-        self._units: list[Unit] = []
-        self._compiler_knows = False
         self.on_modules: list[Any] = []
         """Handles. A client may remove them all and put an empty list here (`zero.parameter_offload`)."""
         self.on_parameters: list[Any] = []
@@ -60,21 +53,12 @@ class UnitHooks:
 
     def install(self, units: Sequence[Unit]) -> None:
         """Put hooks on `units`, which have none."""
-        self._units.extend(units)
-        self._compiler_knows = _is_compiler_loaded()
         for unit in units:
             self._install(unit)
 
-    def refresh(self) -> None:
-        """Tell the compiler about the hooks if it was loaded since they were put on."""
-        if self.are_on and not self._compiler_knows and _is_compiler_loaded():
-            units = self._units
-            self.remove()
-            self.install(units)
-
     def _install(self, unit: Unit) -> None:
-        before = _not_compiled(partial(self._moments.before_forward, unit))
-        after = _not_compiled(partial(self._moments.after_forward, unit))
+        before = not_compiled(partial(self._moments.before_forward, unit))
+        after = not_compiled(partial(self._moments.after_forward, unit))
         self.on_modules.append(unit.modules[0].register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         self.on_modules.append(unit.modules[-1].register_forward_hook(after, always_call=True))
         for piece in unit.pieces:
@@ -89,15 +73,3 @@ class UnitHooks:
             for handle in handles:
                 handle.remove()
             handles.clear()
-        self._units = []
-
-
-def _is_compiler_loaded() -> bool:
-    return "torch._dynamo" in sys.modules
-
-
-def _not_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:
-    if not _is_compiler_loaded():
-        return hook
-    hidden: Callable[..., Any] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
-    return hidden

@@ -465,3 +465,18 @@ def test_the_engine_does_not_step_again_after_its_optimizer() -> None:
     for steps, said in run_ranks(_stepped_by_both, 2):
         assert steps == 1
         assert "Call one of the two" in said
+
+
+def _timed_after_a_forward_that_raised(rank: int, world_size: int) -> list[bool]:
+    model = build(Mlp)
+    engine = make_engine(model, config(wall_clock_breakdown=True), optimizer=sgd(model))
+    with pytest.raises(RuntimeError):
+        engine(torch.ones(2, 999), torch.ones(2))
+    is_running = engine._parts.report.timers("forward").started
+    before = weights(model)
+    train(engine, make_batches(model, 1, 1, world_size), rank)
+    return [is_running, relative_difference(weights(model), before) > 0]
+
+
+def test_a_forward_that_raised_leaves_no_stopwatch_running() -> None:
+    assert run_ranks(_timed_after_a_forward_that_raised, 1) == [[False, True]]

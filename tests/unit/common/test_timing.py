@@ -195,3 +195,20 @@ def test_a_step_not_to_be_reported_is_still_counted(clock: Clock) -> None:
         timer.stop(global_step=True, report_speed=False)
     assert lines == []
     assert timer.avg_samples_per_sec() == pytest.approx(8)
+
+
+def test_an_interval_that_an_exception_cut_short_does_not_count() -> None:
+    clock = Clock()
+    timer = Timers(clock.synchronize, clock_seconds=clock)("step")
+
+    def cut_short() -> None:
+        with timer:
+            clock.seconds += 5
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        cut_short()
+    assert not timer.started
+    with timer:
+        clock.seconds += 2
+    assert timer.elapsed() == pytest.approx(2000)

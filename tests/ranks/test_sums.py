@@ -1,0 +1,98 @@
+"""Sums of tensors that layers wait for, through shared memory and through the back end, against the sum of all terms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed import comm
+from deepspeed.comm import parts, sums
+from deepspeed.comm.recorder import RECORDER
+from deepspeed.errors import CommError
+from tests.support.ranks import run_ranks
+
+SHAPES = [(0,), (1,), (7,), (3, 5), (1100,)]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64]
+
+
+def _term(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    return torch.randint(-(2**40), 2**40, shape, generator=generator)
+
+
+def _summed(rank: int, world_size: int, is_shared: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(sum, largest) for each shape and dtype, blocks of 1 KiB."""
+    sums._BLOCK_NBYTES = 1024
+    if not is_shared:
+        parts.SharedOrBackendParts.is_shared = lambda *_: False  # type: ignore[method-assign]
+    found = []
+    for shape in SHAPES:
+        for dtype in DTYPES:
+            total, largest = (_term(rank, shape, dtype) for _ in range(2))
+            work = sums.start_all_reduce(total)
+            torch.ones(8, 8) @ torch.ones(8, 8)
+            work.wait()
+            sums.all_reduce_now(largest, None, comm.ReduceOp.MAX)
+            found.append((total, largest))
+    return found
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_every_rank_gets_the_sum_and_the_largest_with_the_same_bits(world_size: int, is_shared: bool) -> None:
+    by_rank = run_ranks(_summed, world_size, is_shared)
+    kinds = [(shape, dtype) for shape in SHAPES for dtype in DTYPES]
+    for (shape, dtype), *found in zip(kinds, *by_rank, strict=True):
+        terms = torch.stack([_term(rank, shape, dtype) for rank in range(world_size)])
+        wide = terms.double() if dtype.is_floating_point else terms
+        # Each of the world_size - 1 additions rounds a partial sum, which is at most the sum of magnitudes.
+        bound = 0.0 if dtype is torch.int64 else world_size * torch.finfo(dtype).eps
+        for total, largest in found:
+            assert torch.equal(total, found[0][0])
+            assert torch.all((total.to(wide.dtype) - wide.sum(0)).abs() <= bound * wide.abs().sum(0))
+            assert torch.equal(largest, terms.amax(0) if terms.numel() else terms[0])
+
+
+def _interleaved(rank: int, world_size: int) -> list[float]:
+    """Sums, gathers of the back end and sums of another group's kind, one after another, many times."""
+    found = []
+    for step in range(200):
+        x = torch.full((300,), float(rank + step))
+        sums.all_reduce_now(x)
+        if step % 50 == 0:
+            comm.barrier()
+        found.append(float(x.sum()) / 300)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_many_sums_one_after_another_do_not_mix(world_size: int) -> None:
+    expected = [sum(rank + step for rank in range(world_size)) for step in range(200)]
+    assert run_ranks(_interleaved, world_size) == [expected] * world_size
+
+
+def _sizes_differ(rank: int, world_size: int) -> str:
+    sums.all_reduce_now(torch.ones(512))
+    with pytest.raises(CommError) as raised:
+        sums.all_reduce_now(torch.ones(100 + rank))
+    return str(raised.value)
+
+
+def test_tensors_of_other_sizes_are_refused_on_every_rank() -> None:
+    for text in run_ranks(_sizes_differ, 2):
+        assert "All ranks need tensors of the same sizes" in text
+
+
+def _recorded(rank: int, world_size: int) -> Any:
+    sums.all_reduce_now(torch.ones(256))  # shared memory is agreed on
+    comm.configure(enabled=True, prof_all=True, verbose=False)
+    sums.all_reduce_now(torch.ones(256))
+    return {name: {nbytes: entry[0] for nbytes, entry in sizes.items()} for name, sizes in RECORDER.comms_dict.items()}
+
+
+def test_the_comms_log_has_it_as_an_all_reduce() -> None:
+    assert run_ranks(_recorded, 2) == [{"all_reduce": {1024: 1}}] * 2
