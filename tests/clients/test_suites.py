@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import psutil
 import pytest
@@ -91,6 +92,30 @@ def test_a_client_none_of_whose_tests_ran_is_an_error(
         run.main(["--folder", str(tmp_path)], [client], tmp_path)
 
 
+def _made_up(run: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, **settings: Any) -> Any:
+    monkeypatch.setattr(run, "version", lambda name: "1.0")
+    (folder / "made-up-1.0").mkdir()
+    return run.Client("made-up", tests=("tests/test_it.py",), laid={"tests/test_it.py": text}, **settings)
+
+
+def test_what_passed_before_a_test_that_ends_pytest_is_listed(
+    run: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "import os\ndef test_good(): pass\ndef test_last(): os._exit(3)\ndef test_never(): pass\n"
+    client = _made_up(run, tmp_path, monkeypatch, text)
+    assert run.main(["--folder", str(tmp_path), "--update"], [client], tmp_path) == 0
+    assert (tmp_path / "made-up-1.0.txt").read_text() == "tests/test_it.py::test_good\n"
+
+
+def test_a_client_whose_tests_do_not_end_is_given_up(
+    run: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client = _made_up(run, tmp_path, monkeypatch, "import time\ntime.sleep(300)\n", seconds=1)
+    with pytest.raises(RuntimeError, match="ran none of made-up's tests and ended with status None"):
+        run.main(["--folder", str(tmp_path)], [client], tmp_path)
+    assert "made-up: pytest ran more than 1 s" in capsys.readouterr().out
+
+
 _LAUNCHER = """
 import subprocess, sys
 rank = subprocess.Popen(["sleep", "300"], start_new_session=True)
@@ -115,6 +140,27 @@ def test_ranks_in_sessions_of_their_own_end_with_the_script_they_are_of(
 def test_what_a_script_wrote_before_its_limit_is_told(run: ModuleType) -> None:
     command = [sys.executable, "-c", "import time; print('here', flush=True); time.sleep(300)"]
     assert run.ended(command, 5, stdout=subprocess.PIPE) == (None, "here\n")
+
+
+def test_a_process_out_of_reach_that_holds_the_pipe_is_not_waited_for(
+    run: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "_TO_END", 0.2)
+    end = run.processes.end_processes
+    monkeypatch.setattr(run.processes, "end_processes", lambda spared, seconds: None)  # as if it could not be ended
+    before = {child.pid for child in psutil.Process().children()}
+    try:
+        command = [sys.executable, "-c", "import time; time.sleep(300)"]
+        assert run.ended(command, 0.2, stdout=subprocess.PIPE) == (None, "")
+    finally:
+        end(before, 0)
+
+
+def test_a_command_that_must_succeed_and_does_not_is_an_error(run: ModuleType) -> None:
+    with pytest.raises(RuntimeError, match=r"ended with status 3, .* Its last output:\nwhy\n"):
+        run.succeed([sys.executable, "-c", "print('why'); exit(3)"])
+    with pytest.raises(RuntimeError, match=r"ran more than 0\.2 s"):
+        run.succeed([sys.executable, "-c", "while True: pass"], 0.2)
 
 
 def test_adding_to_a_list_keeps_what_stands_there(run: ModuleType, tmp_path: Path) -> None:

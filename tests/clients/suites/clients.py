@@ -62,6 +62,7 @@ class Client:
         scripts: run by ranks.
         needs: packages of its tests only, installed without what they depend on.
         laid: files that the tests name and that the source distribution lacks, with their text.
+        seconds: pytest may take in all.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Client:
     scripts: tuple[Script, ...] = ()
     needs: tuple[str, ...] = ()
     laid: dict[str, str] = field(default_factory=dict)
+    seconds: float = 510
 
 
 def _config(stage: int, micro_batch: str, *blocks: str) -> str:

@@ -2,6 +2,7 @@
 
     SUITE_REPORT       file to which "passed NAME" and "failed NAME" are added; a test that skipped is neither
     SUITE_WITHOUT_GPU  names of tests, with commas between, whose skip for want of a GPU is lifted
+    SUITE_CLIENT       whose tests they are: checks at their import are lifted for that client alone
 
 A skip is lifted only where a test names no device itself: what it trains or stores is the same on a CPU.
 """
@@ -20,10 +21,9 @@ _WITHOUT_GPU = frozenset(filter(None, os.environ.get("SUITE_WITHOUT_GPU", "").sp
 
 def pytest_configure() -> None:
     """Before the clients' tests are imported: checks that decide while a module is."""
-    if not _WITHOUT_GPU:
-        return
-    _tests_of_transformers_run()
-    _modules_of_peft_run()
+    lifts = {"transformers": _tests_of_transformers_run, "peft": _modules_of_peft_run}
+    if _WITHOUT_GPU and (lift := lifts.get(os.environ.get("SUITE_CLIENT", ""))):
+        lift()
 
 
 def _tests_of_transformers_run() -> None:
@@ -59,11 +59,11 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     _outcomes.setdefault(report.nodeid, []).append(report.outcome)
 
 
-def pytest_sessionfinish() -> None:
-    """Write the report."""
+def pytest_runtest_logfinish(nodeid: str) -> None:
+    """Write the test's line: a later one may take too long, or end the process."""
+    outcomes = _outcomes.pop(nodeid, [])
     with Path(os.environ["SUITE_REPORT"]).open("a") as file:
-        for name, outcomes in _outcomes.items():
-            if "failed" in outcomes:
-                file.write(f"failed {name}\n")
-            elif "skipped" not in outcomes:
-                file.write(f"passed {name}\n")
+        if "failed" in outcomes:
+            file.write(f"failed {nodeid}\n")
+        elif "skipped" not in outcomes:
+            file.write(f"passed {nodeid}\n")

@@ -33,8 +33,8 @@ sys.path.insert(0, str(HERE))
 import passes  # noqa: E402  # siblings of a script, not a package: clients have a package `tests` themselves
 from clients import CLIENTS, Client, Script  # noqa: E402
 
-_SECONDS = 170  # for one script; pytest runs of a client may take three times as long
-_TO_END = 5.0  # seconds from SIGTERM to SIGKILL
+_SECONDS = 170  # for one script, or to fetch; pytest runs of a client may take three times as long
+_TO_END = 5.0  # seconds from SIGTERM to SIGKILL, and for the last output of what was ended
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def _unpacked(client: Client, name: str, folder: Path) -> Path:
     if not source.exists():
         pinned = name.replace(f"{client.name}-", f"{client.name}==", 1)
         fetch = ["download", "--quiet", "--no-deps", "--no-build-isolation", "--no-binary", ":all:", "--dest", str(folder)]
-        subprocess.run([sys.executable, "-m", "pip", *fetch, pinned], check=True)
+        succeed([sys.executable, "-m", "pip", *fetch, pinned])
         with tarfile.open(folder / f"{name}.tar.gz") as archive:
             archive.extractall(folder, filter="data")
     for path, text in client.laid.items():
@@ -123,7 +123,7 @@ def _needed(client: Client, folder: Path, python: str) -> Path:
     needs = folder / f"{client.name}-needs"
     if client.needs and not needs.exists():
         install = ["-m", "pip", "install", "--quiet", "--no-deps", "--target", str(needs)]
-        subprocess.run([python, *install, *client.needs], check=True)
+        succeed([python, *install, *client.needs])
     needs.mkdir(parents=True, exist_ok=True)
     return needs
 
@@ -135,10 +135,12 @@ def _run_pytest(client: Client, place: Place) -> dict[str, bool]:
     report = place.needs / "report"
     report.unlink(missing_ok=True)
     command = [place.python, "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider", "-p", "no_gpu", *client.tests]
-    environ = place.environ(SUITE_REPORT=str(report), SUITE_WITHOUT_GPU=",".join(client.without_gpu))
-    status, _ = ended(command, 3 * _SECONDS, cwd=place.source, env=environ)
+    environ = place.environ(
+        SUITE_REPORT=str(report), SUITE_WITHOUT_GPU=",".join(client.without_gpu), SUITE_CLIENT=client.name
+    )
+    status, _ = ended(command, client.seconds, cwd=place.source, env=environ)
     if status is None:
-        print(f"{client.name}: pytest ran more than {3 * _SECONDS} s: its last tests did not run")
+        print(f"{client.name}: pytest ran more than {client.seconds:g} s: its last tests did not run")
     lines = report.read_text().splitlines() if report.exists() else []
     if not lines:
         raise RuntimeError(f"pytest ran none of {client.name}'s tests and ended with status {status}: see its output above.")
@@ -153,7 +155,7 @@ def _run_scripts(client: Client, place: Place) -> dict[str, bool]:
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
     laid = "import hub, pathlib; hub.write(pathlib.Path('.'))"
-    subprocess.run([place.python, "-c", laid], cwd=work, env=place.environ(), check=True, stderr=subprocess.DEVNULL)
+    succeed([place.python, "-c", laid], cwd=work, env=place.environ())
     return {script.name: _succeeds(script, place, work) for script in client.scripts}
 
 
@@ -174,6 +176,18 @@ def _succeeds(script: Script, place: Place, work: Path) -> bool:
     return status == 0
 
 
+def succeed(command: Sequence[str], seconds: float = _SECONDS, **settings: Any) -> None:
+    """Run a command to its end.
+
+    Raises:
+        RuntimeError: its status is not 0, or `seconds` were not enough; the text has its last output.
+    """
+    status, output = ended(command, seconds, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **settings)
+    if status != 0:
+        how = f"ran more than {seconds:g} s" if status is None else f"ended with status {status}"
+        raise RuntimeError(f"{' '.join(command)} {how}, where 0 was needed. Its last output:\n{output[-6000:]}")
+
+
 def ended(command: Sequence[str], seconds: float, **settings: Any) -> tuple[int | None, str]:
     """The status of a command and what it wrote to `stdout`, if that is a pipe; None: `seconds` were not enough.
 
@@ -191,9 +205,20 @@ def ended(command: Sequence[str], seconds: float, **settings: Any) -> tuple[int 
             return started.returncode, output or ""
         except subprocess.TimeoutExpired:
             processes.end_processes(spared, _TO_END)
-            return None, started.communicate()[0] or ""
+            return None, _last_output(started)
         finally:
             processes.end_processes(spared, _TO_END)
+
+
+def _last_output(process: subprocess.Popen[str]) -> str:
+    """What an ended process wrote to its pipe. Another one may hold the pipe, out of our reach, so the wait has an end."""
+    try:
+        return process.communicate(timeout=_TO_END)[0] or ""
+    except subprocess.TimeoutExpired as error:
+        if process.stdout is not None:
+            process.stdout.close()
+        written = error.output or b""
+        return written if isinstance(written, str) else written.decode(errors="replace")
 
 
 if __name__ == "__main__":
