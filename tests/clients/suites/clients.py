@@ -3,7 +3,10 @@
 accelerate    has `tests/test_*.py`, which run, without `tests/deepspeed`; the scripts which that folder starts are part of
               the package (`test_utils`) and run as well. Of the others in there, `test_distributed_data_loop.py` prepares a
               model without any batch size, which the client refuses for us before it calls us, and `test_sync.py` compares
-              the scheduler after accumulation by the client, which with us is by the engine
+              the scheduler after accumulation by the client, which with us is by the engine. `test_performance.py` fails,
+              with the original alike, where 2 micro-batches make an update (it expects the client's schedule to move for
+              both; the client moves it once) and where only the optimizer is in the configuration (it gives the schedule of
+              transformers a `DummyOptim`, which has no `param_groups`): neither is run
 transformers  has `tests/test_*.py`, without the folders of models and of trainers: the DeepSpeed tests of `ModelTesterMixin`
               run, on models of ours
 peft          has `tests/`: the one test that uses us runs, and fails: it wants a warning that an adapter saved ungathered
@@ -23,7 +26,6 @@ _SCRIPTS = "src/accelerate/test_utils/scripts"
 _ZERO_2 = ("--use_deepspeed", "--zero_stage", "2")
 _ZERO_3 = ("--use_deepspeed", "--zero_stage", "3", "--zero3_init_flag", "true", "--zero3_save_16bit_model", "true")
 _ONE_STEP = ("--gradient_accumulation_steps", "1", "--gradient_clipping", "1.0")  # scripts divide by it: no "auto"
-_ACCUMULATE = ("--gradient_accumulation_steps", "2", "--gradient_clipping", "1.0")
 _OFFLOAD = ("--offload_optimizer_device", "cpu")
 _OPTIMIZER = '"optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}'
 _SCHEDULER = (
@@ -82,11 +84,11 @@ def _config(stage: int, micro_batch: str, *blocks: str) -> str:
 
 
 def _performance_scripts() -> tuple[Script, ...]:
-    """The client's training test for every stage and each pairing of its own or our optimizer and scheduler."""
+    """The client's training test with its own optimizer and scheduler, and with ours."""
     path = f"{_SCRIPTS}/external_deps/test_performance.py"
-    flags = [("--use_deepspeed", "--zero_stage", "1", *_ONE_STEP), (*_ZERO_3, *_ONE_STEP), (*_ZERO_2, *_ACCUMULATE)]
+    flags = [("--use_deepspeed", "--zero_stage", "1", *_ONE_STEP), (*_ZERO_3, *_ONE_STEP)]
     flags += [(*_ZERO_3, *_ONE_STEP, *_OFFLOAD), ("--mixed_precision", "bf16", *_ZERO_3, *_ONE_STEP)]
-    for stage, pairing in ((2, "both"), (3, "both"), (3, "optimizer")):
+    for stage, pairing in ((2, "both"), (3, "both")):
         flags.append(
             ("--use_deepspeed", "--deepspeed_config_file", f"{{client}}/tests/deepspeed/zero{stage}_{pairing}.json")
         )
@@ -118,7 +120,6 @@ _ACCELERATE = Client(
         "tests/deepspeed/ds_config_zero3_model_only.json": _config(3, "1"),  # the client's test sets no other for NoiseModel
         "tests/deepspeed/zero2_both.json": _config(2, '"auto"', _OPTIMIZER, _SCHEDULER),
         "tests/deepspeed/zero3_both.json": _config(3, '"auto"', _OPTIMIZER, _SCHEDULER),
-        "tests/deepspeed/zero3_optimizer.json": _config(3, '"auto"', _OPTIMIZER),
     },
 )
 
