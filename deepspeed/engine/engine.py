@@ -396,8 +396,9 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, SavingMembers, LoadingMem
     def destroy(self) -> None:
         """Take hooks off and free gradient buffers; the module keeps its weights and may be wrapped again.
 
-        With sharded parameters all ranks call it together: the module's parameters become whole. Waits for a save in the
-        background.
+        Each rank calls it when it likes. Sharded parameters become whole when one of them is used for the first time, on
+        all ranks together; those that rest in files (`offload_param` to NVMe) become whole here, which is then collective.
+        Waits for a save in the background.
 
         Raises:
             CheckpointError: that save failed; the engine is taken apart all the same.
@@ -419,7 +420,7 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, SavingMembers, LoadingMem
             if optimizer is not None:
                 stack.callback(optimizer.release)
             if parts.coordinator is not None:
-                stack.callback(parts.coordinator.remove, gather=True)
+                stack.callback(parts.coordinator.retire)
             if optimizer is not None:
                 stack.callback(optimizer.reload_states)
             self.optimizer, self._parts = None, parts.without_training()

@@ -49,6 +49,7 @@ from deepspeed.zero.lookups import unwatch_lookups, watch_lookups
 from deepspeed.zero.pool import UnitPool
 from deepspeed.zero.prefetch import GatherSettings
 from deepspeed.zero.private import PrivateCopies
+from deepspeed.zero.retired import retire
 from deepspeed.zero.saved import SavedTensors
 from deepspeed.zero.states import (
     Launch,
@@ -445,11 +446,7 @@ class ParameterCoordinator:
         """
         if self._is_removed:  # a newer engine may have put its own look-ups on
             return
-        self._is_removed = True
-        self._unwind(0)
-        self.hooks.remove()
-        unwatch_lookups(self.root)
-        self._private.close()
+        self._take_off()
         try:
             if any(tier.is_broken for tier in self._tiers.values()):
                 logger.warning(
@@ -461,14 +458,52 @@ class ParameterCoordinator:
                 for unit in self.pool.units if gather else ():
                     self.pool.keep(unit)
         finally:
-            for unit in self.pool.units:
-                for param in unit.params:
-                    if holder_of(param) is self:
-                        set_holder(param, None)
-            self.pool.clear()
-            self._stand_ins.clear()
-            for known in (self._units, self._by_module, self._buckets, self._tiers):
-                known.clear()
+            self._give_up_params()
+            self._forget()
+
+    def retire(self) -> None:
+        """The same, but parameters become whole when the first of them is used, and only that is collective.
+
+        Where there is nobody to wait for, and where they rest in files that are to be removed, they become whole now.
+        """
+        if self._is_removed:
+            return
+        flats = {id(piece.flat): piece.flat for unit in self.pool.units for piece in unit.pieces}.values()
+        if self._tiers or all(flat.axis.size == 1 for flat in flats):
+            self.remove()
+            return
+        self._take_off()
+        self.release_all()
+        self._give_up_params()
+        for flat in flats:
+            flat.retains_values = True
+        retire([param for unit in self.pool.units for param in unit.params], partial(self._make_whole, [*flats]))
+
+    def _make_whole(self, flats: Sequence[ShardedFlat]) -> None:
+        for unit in self.pool.units:
+            self.pool.keep(unit)
+        self._forget()
+        for flat in flats:
+            flat.close_values()
+
+    def _take_off(self) -> None:
+        self._is_removed = True
+        self._unwind(0)
+        self.hooks.remove()
+        unwatch_lookups(self.root)
+        self._private.close()
+
+    def _give_up_params(self) -> None:
+        for unit in self.pool.units:
+            for param in unit.params:
+                if holder_of(param) is self:
+                    set_holder(param, None)
+
+    def _forget(self) -> None:
+        self.pool.clear()
+        self._stand_ins.clear()
+        for known in (self._units, self._by_module, self._buckets, self._tiers):
+            known.clear()
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """Pickle as None: parameters refer to their holder, and a saved one has none."""

@@ -126,6 +126,7 @@ class FlatGroup:
         self._versions = [param._version for param in self._params]
         self._gradients: GradientStore | None = None
         self._is_released = False
+        self.retains_values = False
         self._labels = [f"gather of {self._first_name(bucket)} and what is gathered with it" for bucket in layout.buckets]
 
     # -- places -------------------------------------------------------------------------------------------------------
@@ -512,11 +513,8 @@ class FlatGroup:
             begin = parts[0].buffer_start if parts else 0
             is_away = bool(parts) and self.extent_at(begin).away is not None
             numel = sum(part.numel for part in parts)  # one run: a bucket has one shard here
-            own = (
-                self.values.new_empty(numel, device="meta")
-                if is_away or not numel
-                else self.own_values(begin, begin + numel)
-            )
+            is_here = numel > 0 and not is_away
+            own = self.own_values(begin, begin + numel) if is_here else self.values.new_empty(numel, device="meta")
             publish(self.members[slot.index].param, self.shapes[slot.index], own, group=self._group, is_remote=is_away)
 
     @property
@@ -560,10 +558,14 @@ class FlatGroup:
                 delattr(member.param, _OWNER)
                 member.param.grad = None
                 withdraw(member.param)
-        if self._gradients is not None:
-            self._gradients.close()
-        if self.masters is not None:
-            self.masters.close()
+        for part in (self._gradients, self.masters):
+            if part is not None:
+                part.close()
+        if not self.retains_values:
+            self.close_values()
+
+    def close_values(self) -> None:
+        """Let go of what values rest in; follows `release` where that retains them for parameters yet to be gathered."""
         if self.tier is not None:
             self.tier.close()
         self.gatherer.close()

@@ -93,6 +93,9 @@ class ShardedFlat(Protocol):
     tier: TieredShards | None
     """Where the shards of some buckets rest outside memory; None: nothing does."""
 
+    retains_values: bool
+    """The shards stay when the group is released, until `close_values`."""
+
     @property
     def is_sharded(self) -> bool:
         """Whether the parameters are sharded at all."""
@@ -108,6 +111,9 @@ class ShardedFlat(Protocol):
     @property
     def values_version(self) -> int:
         """Grows whenever this rank's shards are written to."""
+
+    def close_values(self) -> None:
+        """Let go of the shards."""
 
     def new_whole(self, numel: int) -> Tensor:
         """Memory for `numel` gathered elements."""
