@@ -98,6 +98,7 @@ def _profile(engine: DeepSpeedEngine, *, is_pipeline: bool) -> None:
 
 def _choose_parts(request: EngineRequest, terms: Terms) -> EngineParts:
     module, config, mesh = request.module, request.config, request.mesh
+    _refuse_cut_by_torch(module)
     module.to(terms.device)
     keep_batch_norm_exact(module)
     _refuse_foreign_cast(module, terms.policy)
@@ -171,6 +172,19 @@ def _products(module: nn.Module, config: DeepSpeedConfig, terms: Terms) -> Calla
     weights = ((whole_shape(param), terms.policy.param_for(param)) for param in module.parameters())
     is_late = isinstance(module, PipelineModule) and config.pipeline.schedule == "zero_bubble"
     return partial(fast_products, terms.device) if not is_late and may_pay(weights, terms.device) else nullcontext
+
+
+def _refuse_cut_by_torch(module: nn.Module) -> None:
+    """A DTensor has a mesh of its own and is no plain memory: no flat buffer can hold it."""
+    for name, param in module.named_parameters():
+        mesh = getattr(param, "device_mesh", None)
+        if mesh is not None and hasattr(param, "placements"):
+            raise ArgumentError(
+                f"parameter {name!r} is a DTensor {param.placements} over {mesh.size()} ranks; initialize() needs plain "
+                "parameters. Build the model without tp_plan, tp_size, distributed_config, parallelize_module or "
+                f'fully_shard, and give the config "tensor_parallel": {{"autotp_size": {mesh.size()}}} for parts of layers, '
+                'or "zero_optimization": {"stage": 3} for sharded parameters.'
+            )
 
 
 def _refuse_foreign_cast(module: nn.Module, policy: DtypePolicy) -> None:

@@ -133,7 +133,7 @@ def client_optimizer(
     Raises:
         ArgumentError: it is neither, or the callable returned something else.
     """
-    made: object = client
+    made: object = _without_accelerate(client)
     if not _is_optimizer(client) and callable(client):
         groups = parameter_groups(parameters, names)
         is_plain = len(groups) == 1 and set(groups[0]) == {"params"}
@@ -145,6 +145,15 @@ def client_optimizer(
         )
     made.param_groups[:] = [group for group in made.param_groups if len(group["params"])]
     return made
+
+
+def _without_accelerate(client: object) -> object:
+    """What Accelerate has wrapped: with `ParallelismConfig(tp_size=...)` it prepares the optimizer before it calls us.
+
+    Its wrapper counts accumulated micro-batches, which the engine does. Other wrappers change steps, and stay.
+    """
+    wraps = type(client).__module__.partition(".")[0] == "accelerate" and _is_optimizer(client)
+    return client.optimizer if wraps else client  # type: ignore[attr-defined]
 
 
 def client_scheduler(client: LRSchedule | Callable[[Any], LRSchedule], optimizer: object) -> LRSchedule:
