@@ -298,6 +298,14 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
         return self.optimizer.param_groups
 
     @property
+    def single_partition_of_fp32_groups(self) -> list[Tensor]:
+        """This rank's masters, group after group: the flat slices that the wrapped optimizer steps."""
+        return [each for group in self.param_groups for each in group["params"]]
+
+    fp32_partitioned_groups_flat = single_partition_of_fp32_groups
+    """The same by the name that clients read at stage 3."""
+
+    @property
     def state(self) -> Any:  # type: ignore[override]
         """The wrapped optimizer's state, keyed by slice."""
         return self.optimizer.state
