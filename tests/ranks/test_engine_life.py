@@ -358,7 +358,7 @@ def _threads_of_pipelines(_rank: int, _world_size: int) -> list[int]:
 
 def test_pipelines_one_after_another_do_not_collect_threads() -> None:
     for counts in run_ranks(_threads_of_pipelines, 3):  # ties of the first and last stage have a group of their own
-        assert counts[1:] == [counts[0]] * 2
+        assert max(counts[1:]) <= counts[0]  # one that a library started may have ended meanwhile
 
 
 def _stepped_through_the_optimizer(rank: int, world_size: int) -> tuple[bool, str]:
