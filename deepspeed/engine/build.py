@@ -76,6 +76,7 @@ def build_engine(request: EngineRequest) -> DeepSpeedEngine:
     _refuse_unbuilt(request.mesh, is_pipeline=is_pipeline)
     if isinstance(request.module, PipelineModule):
         refuse_for_pipelines(request.config, request.module)
+    _refuse_cut_by_torch(request.module)
     terms = Terms.of(request.config, request.mesh)
     engine = (PipelineEngine if is_pipeline else DeepSpeedEngine)(_choose_parts(request, terms))
     give_back_freed(request.config.zero_optimization)
@@ -98,7 +99,6 @@ def _profile(engine: DeepSpeedEngine, *, is_pipeline: bool) -> None:
 
 def _choose_parts(request: EngineRequest, terms: Terms) -> EngineParts:
     module, config, mesh = request.module, request.config, request.mesh
-    _refuse_cut_by_torch(module)
     module.to(terms.device)
     keep_batch_norm_exact(module)
     _refuse_foreign_cast(module, terms.policy)
