@@ -4,15 +4,19 @@ args, model, config ---> comm.world (process group) ---> config (every fault at 
 ---> engine.build (chooses the parts) ---> engine.resuming (`elasticity.auto_resume`)
 ---> engine, optimizer, loader, schedule
 
-In a job of `deepspeed verify` the config may be replaced by its stage 0, and the engine is recorded.
+In a job of `deepspeed verify` the config may be replaced by its stage 0, and the engine is recorded. In one of
+`deepspeed --profile-steps` the first engine that trains is traced.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,7 +41,10 @@ from deepspeed.engine.experts import place_experts
 from deepspeed.engine.recording import StepRecorder
 from deepspeed.engine.request import EngineRequest
 from deepspeed.engine.resuming import resume_newest
+from deepspeed.engine.traced_steps import TracedSteps
 from deepspeed.errors import ArgumentError, UnbuiltFeatureError
+from deepspeed.launcher.restarts import restarts
+from deepspeed.launcher.tracing import Tracing
 from deepspeed.launcher.verification import Verification
 from deepspeed.moe.auto_ep import apply_auto_ep
 from deepspeed.pipe.module import PipelineModule
@@ -53,6 +60,7 @@ DeepSpeedOptimizerCallable = Callable[[Iterable[nn.Parameter]], Optimizer]
 DeepSpeedSchedulerCallable = Callable[[Optimizer], Any]
 
 _engines = itertools.count()  # numbers of the engines of this process, for `deepspeed verify`
+_traced = itertools.count()  # of those that train, for `deepspeed --profile-steps`
 
 
 def initialize(
@@ -109,7 +117,10 @@ def initialize(
     _apply_to_process(parsed)
     parameters = None if model_parameters is None else list(model_parameters)
     adopt(parsed, mesh.axis("tensor"))
-    request = EngineRequest(model, parsed, mesh, optimizer, parameters, training_data, lr_scheduler, collate_fn, mpu)
+    given = (optimizer, parameters, training_data, lr_scheduler, collate_fn, mpu)
+    request = EngineRequest(model, parsed, mesh, *given, restarts=restarts(os.environ))
+    if parsed.run_log.enabled:
+        request = dataclasses.replace(request, plan=_plan_of(request))
     engine = _start_engine(request, verification)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
@@ -214,6 +225,19 @@ def _mesh_of(model: nn.Module, mpu: Any, degrees: Degrees, mesh_param: tuple[int
     return mesh
 
 
+def _plan_of(request: EngineRequest) -> dict[str, int] | None:
+    """Bytes per rank by term, for the run log; None where the plan would not be this engine's."""
+    config, mesh = request.config, request.mesh
+    is_cut = isinstance(request.module, PipelineModule) or mesh.axis("tensor").size > 1 or config.expert_parallel.enabled
+    trained = {id(param) for param in request.module.parameters() if param.requires_grad}
+    is_whole = request.model_parameters is None or {id(param) for param in request.model_parameters} == trained
+    if is_cut or config.optimizer is None or request.optimizer is not None or not is_whole:
+        return None
+    states = importlib.import_module("deepspeed.planning.states")  # only here: a training run has no use for its room
+    terms = states.model_states(request.module, config, mesh.zero_group.size).terms
+    return {term.name if term.tier == "device" else f"{term.name} ({term.tier})": term.nbytes for term in terms}
+
+
 def _start_engine(request: EngineRequest, verification: Verification | None) -> DeepSpeedEngine:
     """Build the engine; give it what the newest checkpoint holds, and a recorder, where that is asked for."""
     with init_suspended():  # what is built here is no part of a model that `zero.Init` shards
@@ -225,6 +249,9 @@ def _start_engine(request: EngineRequest, verification: Verification | None) -> 
         facts = {"stage": str(config.zero_optimization.stage), "ranks": str(get_world_size())}
         file = partial(verification.file, next(_engines))
         StepRecorder(engine, file, verification.steps, facts).start()
+    tracing = Tracing.from_environ(os.environ)
+    if tracing is not None and engine.optimizer is not None and next(_traced) == 0:
+        TracedSteps(engine, tracing.first, tracing.last, Path(tracing.folder)).start()
     return engine
 
 

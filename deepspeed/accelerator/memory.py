@@ -1,12 +1,14 @@
-"""How much memory this process and its device use: figures, a line of text, and the line in the log.
+"""How much memory this process and its device use: figures, a line of text, the line in the log, and lines of a table.
 
 The figures come from the accelerator and the operating system; how bytes are printed is `common.memory`.
 
-Called as `deepspeed.runtime.utils.see_memory_usage`, by the engine for `memory_breakdown`, and by `accelerator.timing`.
+Called as `deepspeed.runtime.utils.see_memory_usage`, by the engine for `memory_breakdown` (`MemoryTable`), and by
+`accelerator.timing`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import psutil
@@ -16,7 +18,11 @@ from deepspeed.accelerator.select import get_accelerator
 from deepspeed.common.logging import log_dist
 from deepspeed.common.memory import format_nbytes
 
-__all__ = ["MemoryReport", "memory_report", "see_memory_usage"]
+__all__ = ["MemoryReport", "MemoryTable", "memory_report", "see_memory_usage"]
+
+_ROWS_UNDER_A_HEADER = 24
+_COLUMNS = ("allocated", "peak", "reserved", "peak", "process", "host used", "host total")
+_LABEL_WIDTH, _CELL_WIDTH = 16, 12  # "1023.99 MiB" and a space
 
 
 class MemoryReport(NamedTuple):
@@ -69,3 +75,23 @@ def see_memory_usage(message: str, force: bool = False) -> None:
         return
     log_dist(f"{message} | {memory_report().text()}")
     get_accelerator().reset_peak_memory_stats()
+
+
+class MemoryTable:
+    """Memory in use at places that come again and again, one line each in the log of rank 0, in columns."""
+
+    def __init__(self) -> None:
+        self._rows = 0
+
+    def mark(self, label: str) -> None:
+        """Log a line for `label`, under a header every so often, and start the device's peaks afresh."""
+        report = memory_report()
+        if self._rows % _ROWS_UNDER_A_HEADER == 0:
+            log_dist(_row(f"on {report.device_name}", _COLUMNS))
+        self._rows += 1
+        log_dist(_row(label, [format_nbytes(nbytes) for nbytes in report[1:]]))
+        get_accelerator().reset_peak_memory_stats()
+
+
+def _row(label: str, cells: Iterable[str]) -> str:
+    return f"memory | {label:<{_LABEL_WIDTH}}" + "".join(f"{cell:>{_CELL_WIDTH}}" for cell in cells)

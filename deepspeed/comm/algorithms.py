@@ -43,6 +43,7 @@ from deepspeed.comm.flat import (
     record_nothing,
 )
 from deepspeed.comm.mean import MeanRule
+from deepspeed.comm.meter import METER
 from deepspeed.comm.parts import BackendParts, LocalParts, PartsExchanger, SharedOrBackendParts, SharedParts
 from deepspeed.comm.patience import Patience
 from deepspeed.comm.recorder import RECORDER
@@ -378,13 +379,21 @@ def _gather(values: list[int], group: dist.ProcessGroup | None) -> list[list[int
 
 
 def record_as(operation: str) -> Record:
-    """Make the `Record` of means and gathers that no collective carries: it times them for the comms log."""
+    """Make the `Record` of means and gathers that no collective carries: it times them for the comms log and the meter."""
 
     def record(nbytes: int, world_size: int) -> Callable[[], None] | None:
-        if not RECORDER.enabled or not RECORDER.wants(operation, prof=False):
+        is_logged = RECORDER.enabled and RECORDER.wants(operation, prof=False)
+        if not is_logged and not METER.is_on:
             return None
         began = time.perf_counter()
-        return lambda: RECORDER.append(operation, operation, (time.perf_counter() - began) * 1e3, nbytes, world_size)
+
+        def finish() -> None:
+            seconds = time.perf_counter() - began
+            METER.add(operation, nbytes, seconds)
+            if is_logged:
+                RECORDER.append(operation, operation, seconds * 1e3, nbytes, world_size)
+
+        return finish
 
     return record
 

@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import NoReturn, Protocol
 
+from deepspeed.comm.meter import METER
 from deepspeed.comm.patience import Patience, ProcessIdentity
 from deepspeed.comm.watch import WATCH, late, worked
 from deepspeed.errors import CommError, UsageError
@@ -250,7 +251,10 @@ class Peers:
                     subject(), f"cannot complete: {causes}. The log of the rank that went first holds the cause"
                 )
 
-        if not self.patience.until(is_ready, look):
+        is_met = self.patience.until(is_ready, look)
+        if METER.is_on:
+            METER.waited(time.monotonic() - began)
+        if not is_met:
             behind = [self._ranks[rank] for rank in missing if count(rank) < number]
             self._refuse_explained(
                 subject(),

@@ -7,6 +7,7 @@ Lives here: every call of a torch.distributed collective in this library. Does n
         |-- one rank:     torch.distributed.all_reduce     two attribute tests more than torch's own call
         |-- several:      counted, and waited for in slices, so that ranks that wait for each other are told (`watch`)
         |-- log on:       the same between two clock readings, device drained; an asynchronous call is timed until its wait()
+        |-- meter on:     the same without draining; what blocks the caller is added up too
         `-- a failing back end becomes CommError: collective, rank, ranks of the group, and the back end's text
 
 Shapes and errors are torch's; `group=None` is the world. Every rank of the group must make the same calls in the same
@@ -23,7 +24,7 @@ import functools
 import inspect
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -34,7 +35,9 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.failures import NotInitializedError
 from deepspeed.comm.follow import FOLLOW, Form, Places, nbytes_of
+from deepspeed.comm.meter import METER
 from deepspeed.comm.recorder import RECORDER, table
+from deepspeed.comm.stragglers import compare, waits_table
 from deepspeed.comm.watch import WATCH
 from deepspeed.common.logging import log_dist
 from deepspeed.errors import CommError
@@ -80,8 +83,8 @@ def _watched(
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             try:
-                if RECORDER.enabled:
-                    return cast("R", _recorded(run, function.__name__, signature, payload, is_part, args, kwargs))
+                if RECORDER.enabled or METER.is_on:
+                    return cast("R", _timed(run, function.__name__, signature, payload, is_part, args, kwargs))
                 if kwargs:
                     _drop_tail(kwargs)
                 return run(*args, **kwargs)
@@ -113,14 +116,16 @@ def _failed(name: str, group: Group, cause: Exception) -> CommError:
 
 
 class _TimedWork:
-    """A started call whose time is recorded when it has been waited for; all else is the back end's `Work`."""
+    """A started call that is over when it has been waited for; all else is the back end's `Work`."""
 
-    def __init__(self, work: Any, finish: Callable[[], None]) -> None:
+    def __init__(self, work: Any, finish: Callable[[], None] | None) -> None:
         self._work = work
-        self._finish: Callable[[], None] | None = finish
+        self._finish = finish
 
     def wait(self, *args: Any) -> Any:
+        began = time.perf_counter()
         result = self._work.wait(*args)
+        METER.waited(time.perf_counter() - began)
         if self._finish is not None:
             self._finish()
             self._finish = None
@@ -130,7 +135,7 @@ class _TimedWork:
         return getattr(self._work, name)
 
 
-def _recorded(
+def _timed(
     function: Callable[..., Any],
     operation: str,
     signature: inspect.Signature,
@@ -139,31 +144,40 @@ def _recorded(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Run a call between two readings of the clock, with the device's queues drained before each."""
+    """Run a call between two readings of the clock; for the log with the device's queues drained before each."""
     prof, log_name, debug = _drop_tail(kwargs)
     name = log_name or operation
-    if not RECORDER.wants(name, prof):
+    is_logged = RECORDER.enabled and RECORDER.wants(name, prof)
+    if not is_logged and not METER.is_on:
         return function(*args, **kwargs)
     if RECORDER.debug:
         name = f"{name} | [Caller Func: {debug or sys._getframe(2).f_code.co_name}]"
     given = signature.bind(*args, **kwargs).arguments
     world_size = dist.get_world_size(given.get("group"))
     nbytes = (nbytes_of(given.get(payload)) if payload else 0) * (world_size if is_part else 1)
-    synchronize = get_accelerator().synchronize
+    synchronize = get_accelerator().synchronize if is_logged else _nothing
     synchronize()
     start = time.perf_counter()
 
     def finish() -> None:
         synchronize()
-        RECORDER.append(operation, name, (time.perf_counter() - start) * 1e3, nbytes, world_size)
+        seconds = time.perf_counter() - start
+        METER.add(operation, nbytes, seconds)
+        if is_logged:
+            RECORDER.append(operation, name, seconds * 1e3, nbytes, world_size)
 
     result = function(*args, **kwargs)
     if isinstance(result, list) and result:  # a batch is over when its last part is
-        return [*result[:-1], _TimedWork(result[-1], finish)]
+        return [*(_TimedWork(work, None) for work in result[:-1]), _TimedWork(result[-1], finish)]
     if hasattr(result, "wait"):
         return _TimedWork(result, finish)
+    METER.waited(time.perf_counter() - start)
     finish()
     return result
+
+
+def _nothing() -> None:
+    """Where nothing is waited for."""
 
 
 # -------------------------------------------------------------------- reductions
@@ -469,20 +483,39 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
     """Log the communications so far as a table on rank 0, or return them.
 
     Args:
-        show_straggler: also compare with the fastest rank, call by call; then every rank must call this, after the same
-            calls, for it communicates itself.
+        show_straggler: also compare with the fastest rank, call by call, and log who waited for whom; then every rank must
+            call this, after the same calls, for it communicates itself.
         return_dict: return `CommsLogger.summary` and log nothing.
     """
-    summary = RECORDER.summary(_fastest_over_ranks if show_straggler else None)
+    comparison = None
+    if show_straggler:
+        world_size = dist.get_world_size()
+        partial = {key for key, sizes in RECORDER.world_sizes.items() if sizes != {world_size}}
+        comparison = compare(RECORDER.comms_dict, partial, _Speech(dist.get_rank(), world_size))
+    summary = RECORDER.summary(None if comparison is None else comparison.least_ms)
     if return_dict:
         return summary
-    log_dist("communications so far\n" + table(summary))
+    log_dist("communications so far, of this rank\n" + table(summary))
+    if comparison is not None:
+        log_dist(waits_table(comparison))
     return None
 
 
-def _fastest_over_ranks(milliseconds: list[float]) -> list[float]:
-    accelerator = get_accelerator()
-    dtype = torch.float64 if accelerator.is_fp64_supported() else torch.float32
-    least = torch.tensor(milliseconds, dtype=dtype, device=accelerator.current_device_name())
-    dist.all_reduce(least, dist.ReduceOp.MIN)
-    return [float(value) for value in least]
+class _Speech:
+    """How ranks speak while they compare their logs: by calls that the log does not see."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+
+    def least(self, values: Sequence[float]) -> list[float]:
+        accelerator = get_accelerator()
+        dtype = torch.float64 if accelerator.is_fp64_supported() else torch.float32
+        least = torch.tensor(values, dtype=dtype, device=accelerator.current_device_name())
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+        return [float(value) for value in least.tolist()]
+
+    def gather(self, value: Any) -> list[Any]:
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, value)
+        return gathered

@@ -17,11 +17,12 @@ Bytes per millisecond times 8 / 10^6 are Gbit/s.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from deepspeed.common.logging import get_logger, log_dist
 from deepspeed.common.memory import format_nbytes
+from deepspeed.common.texts import aligned
 
 __all__ = [
     "RECORDER",
@@ -83,6 +84,7 @@ class CommsLogger:
         verbose: also log one line per call.
         debug: append the caller's function to the name.
         comms_dict: the log (see `Log`).
+        world_sizes: (name, bytes) of each entry -> sizes of the groups that its calls were made in.
     """
 
     enabled: bool
@@ -91,6 +93,7 @@ class CommsLogger:
     verbose: bool
     debug: bool
     comms_dict: Log
+    world_sizes: dict[tuple[str, int], set[int]]
 
     def __init__(self) -> None:
         self.restore_defaults()
@@ -111,6 +114,7 @@ class CommsLogger:
     def append(self, operation: str, name: str, milliseconds: float, nbytes: int, world_size: int) -> None:
         """Record one finished call under `name`; `operation` chooses the formula."""
         algorithm, bus = bandwidth(operation, nbytes, milliseconds, world_size)
+        self.world_sizes.setdefault((name, nbytes), set()).add(world_size)
         entry = self.comms_dict.setdefault(name, {}).setdefault(nbytes, [0, [], [], []])
         entry[0] += 1
         for values, value in zip(entry[1:], (milliseconds, algorithm, bus), strict=True):
@@ -124,6 +128,7 @@ class CommsLogger:
     def reset(self) -> None:
         """Forget every record."""
         self.comms_dict = {}
+        self.world_sizes = {}
 
     def has_data(self) -> bool:
         """True when something was recorded."""
@@ -137,24 +142,25 @@ class CommsLogger:
         """Return the names recorded so far, in the order of their first call."""
         return list(self.comms_dict)
 
-    def summary(self, fastest: Callable[[list[float]], list[float]] | None = None) -> dict[str, Any]:
+    def summary(self, least_ms: Mapping[tuple[str, int], float] | None = None) -> dict[str, Any]:
         """Return the log summed up.
 
         Args:
-            fastest: maps this rank's latencies to the smallest over all ranks, call by call; what a call took beyond that
-                was spent waiting for a straggler. None leaves the straggler figures out.
+            least_ms: operation and bytes -> what the fastest rank needed for each of its calls, added up; what a call took
+                beyond that was spent waiting for a straggler. None, or an entry that is not there, leaves these figures out.
 
         Returns:
             `{operation: {bytes: {count, total_latency_ms, avg_latency_ms, tput_avg_gbps, busbw_avg_gbps
             [, min_latency_ms, straggler_ms]}}}`; the last two are sums over the calls.
         """
+        known = least_ms or {}
         return {
-            name: {nbytes: _summed_up(entry, fastest) for nbytes, entry in sorted(sizes.items())}
+            name: {nbytes: _summed_up(entry, known.get((name, nbytes))) for nbytes, entry in sorted(sizes.items())}
             for name, sizes in self.comms_dict.items()
         }
 
 
-def _summed_up(entry: list[Any], fastest: Callable[[list[float]], list[float]] | None) -> dict[str, float]:
+def _summed_up(entry: list[Any], least_ms: float | None) -> dict[str, float]:
     count, milliseconds, algorithm, bus = entry
     total = sum(milliseconds)
     figures = {
@@ -164,10 +170,7 @@ def _summed_up(entry: list[Any], fastest: Callable[[list[float]], list[float]] |
         "tput_avg_gbps": sum(algorithm) / count,
         "busbw_avg_gbps": sum(bus) / count,
     }
-    if fastest is not None:
-        least = sum(fastest(milliseconds))
-        figures |= {"min_latency_ms": least, "straggler_ms": total - least}
-    return figures
+    return figures if least_ms is None else {**figures, "min_latency_ms": least_ms, "straggler_ms": total - least_ms}
 
 
 _COLUMNS = {
@@ -184,16 +187,17 @@ _COLUMNS = {
 def table(summary: dict[str, Any]) -> str:
     """Return a summary as text, one line per operation and message size."""
     rows = [(name, nbytes, figures) for name, sizes in summary.items() for nbytes, figures in sizes.items()]
-    keys = [key for key in _COLUMNS if any(key in figures for _, _, figures in rows)]
-    lines = [_line("Comm. Op", "Message Size", (_COLUMNS[key] for key in keys))]
+    keys = [key for key in _COLUMNS if not rows or any(key in figures for _, _, figures in rows)]
+    cells = [["Comm. Op", "Message Size", *(_COLUMNS[key] for key in keys)]]
     for name, nbytes, figures in rows:
-        numbers = (str(figures[key]) if key == "count" else f"{figures[key]:.2f}" for key in keys)
-        lines.append(_line(name, format_nbytes(nbytes), numbers))
-    return "\n".join(lines)
+        cells.append([name, format_nbytes(nbytes), *(_cell(figures.get(key)) for key in keys)])
+    return "\n".join(aligned(cells, "lr" + "r" * len(keys)))
 
 
-def _line(name: str, size: str, cells: Iterable[str]) -> str:
-    return f"{name:<28}{size:<14}" + "".join(f"{cell:<19}" for cell in cells).rstrip()
+def _cell(figure: float | None) -> str:
+    if figure is None:
+        return "-"
+    return str(figure) if isinstance(figure, int) else f"{figure:.2f}"
 
 
 RECORDER = CommsLogger()

@@ -1,17 +1,19 @@
-"""Blocks that say where metrics go: `tensorboard`, `csv_monitor`, `wandb`, `comet`.
+"""Blocks that say where metrics go: `tensorboard`, `csv_monitor`, `wandb`, `comet`; and `run_log`.
 
-Each may stand at the top level or inside a block `monitor_config`. Lives here: keys and defaults. Does not live here: the
-writers (`monitor`).
+Each of the first four may stand at the top level or inside a block `monitor_config`. Lives here: keys and defaults. Does not
+live here: the writers (`monitor`, `run_log`).
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
+from pydantic import Field
+
 from deepspeed.config.base import ConfigModel
 from deepspeed.config.values import LowerCase, PositiveWhole
 
-__all__ = ["CometConfig", "CsvMonitorConfig", "TensorBoardConfig", "WandbConfig"]
+__all__ = ["CometConfig", "CsvMonitorConfig", "RunLogConfig", "TensorBoardConfig", "WandbConfig"]
 
 
 class TensorBoardConfig(ConfigModel):
@@ -85,3 +87,19 @@ class CometConfig(ConfigModel):
 
     mode: Annotated[Literal["get", "create", "get_or_create"], LowerCase] | None = None
     """Continue an experiment, start one, or whichever is possible."""
+
+
+class RunLogConfig(ConfigModel):
+    """`run_log`: what the run does, one JSON object a line and one file per rank. Ours."""
+
+    enabled: bool = False
+    """Write it. The first rank decides whether there is one, and which steps are in it; ranks without it write no file."""
+
+    output_path: str = ""
+    """Directory; empty is the working directory."""
+
+    job_name: str = Field("DeepSpeedJobName", min_length=1)
+    """Directory of this run below `output_path`. A later run appends to the files there."""
+
+    every: PositiveWhole = 1
+    """Global steps from one reported step to the next; > 0. The first rank's value counts for all."""

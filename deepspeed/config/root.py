@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         ProgressiveLayerDropConfig,
         SparseAttentionConfig,
     )
-    from deepspeed.config.monitor import CometConfig, CsvMonitorConfig, TensorBoardConfig, WandbConfig
+    from deepspeed.config.monitor import CometConfig, CsvMonitorConfig, RunLogConfig, TensorBoardConfig, WandbConfig
     from deepspeed.config.observe import AutotuningConfig, CommsLoggerConfig, FlopsProfilerConfig, TimersConfig
     from deepspeed.config.optimizer import OptimizerConfig
     from deepspeed.config.parallel import ExpertParallelConfig, PipelineConfig, TensorParallelConfig
@@ -117,6 +117,7 @@ class DeepSpeedConfig(TopLevel):
     csv_monitor: ClassVar[Block[CsvMonitorConfig]] = Block("monitor:CsvMonitorConfig")
     wandb: ClassVar[Block[WandbConfig]] = Block("monitor:WandbConfig")
     comet: ClassVar[Block[CometConfig]] = Block("monitor:CometConfig")
+    run_log: ClassVar[Block[RunLogConfig]] = Block("monitor:RunLogConfig")
     comms_logger: ClassVar[Block[CommsLoggerConfig]] = Block("observe:CommsLoggerConfig")
     flops_profiler: ClassVar[Block[FlopsProfilerConfig]] = Block("observe:FlopsProfilerConfig")
     timers: ClassVar[Block[TimersConfig]] = Block("observe:TimersConfig")

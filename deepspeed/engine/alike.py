@@ -34,7 +34,7 @@ from deepspeed.zero.shard import whole_shape
 __all__ = ["RanksDifferError", "check_alike", "common_description", "description", "first_difference"]
 
 _MAY_DIFFER = {*MONITORS, "aio", "autotuning", "comms_logger", "flops_profiler", "timers", "dump_state", "log_level"}
-_MAY_DIFFER |= {"memory_breakdown", "steps_per_print", "wall_clock_breakdown", "disable_python_gc"}
+_MAY_DIFFER |= {"memory_breakdown", "run_log", "steps_per_print", "wall_clock_breakdown", "disable_python_gc"}
 _PLACES = ("path", "folder", "dir", "directory")
 
 

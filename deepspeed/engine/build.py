@@ -24,7 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.accelerator.memory import see_memory_usage
+from deepspeed.accelerator.memory import MemoryTable
 from deepspeed.common.logging import get_logger
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.secrets import without_secrets
@@ -37,6 +37,8 @@ from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.expert_report import ExpertReport
 from deepspeed.engine.experts import gather_experts_together, is_name_of_experts, refuse_for_experts, spread_experts
 from deepspeed.engine.loader import build_loader
+from deepspeed.engine.log_start import open_log, start_log
+from deepspeed.engine.measured_schedule import MeasuredSchedule
 from deepspeed.engine.partition import Partition, attach_gradient_stores, copy_from_first_rank, plan_partition
 from deepspeed.engine.parts import EngineParts
 from deepspeed.engine.pipeline import PipelineEngine
@@ -80,7 +82,10 @@ def build_engine(request: EngineRequest) -> DeepSpeedEngine:
     terms = Terms.of(request.config, request.mesh)
     engine = (PipelineEngine if is_pipeline else DeepSpeedEngine)(_choose_parts(request, terms))
     give_back_freed(request.config.zero_optimization)
-    if engine._parts.report.profiled_step >= 0:
+    start_log(engine, request, terms)
+    if engine._parts.report.cadence.logged and isinstance(engine, PipelineEngine) and engine.optimizer is not None:
+        MeasuredSchedule(engine, get_accelerator().synchronize).start()
+    if engine._parts.report.cadence.profiled_step >= 0:
         _profile(engine, is_pipeline=is_pipeline)
     if request.config.dump_state:
         _dump(engine)
@@ -92,7 +97,7 @@ def build_engine(request: EngineRequest) -> DeepSpeedEngine:
 
 def _profile(engine: DeepSpeedEngine, *, is_pipeline: bool) -> None:
     forwards = (engine.module, "forward_chunk") if is_pipeline else (engine, "forward")
-    profiled = ProfiledStep(engine, engine._parts.report.profiled_step, [forwards])
+    profiled = ProfiledStep(engine, engine._parts.report.cadence.profiled_step, [forwards])
     engine.flops_profiler = profiled.profiler
     profiled.start()
 
@@ -259,15 +264,17 @@ def _let_go(partition: Partition, coordinator: ParameterCoordinator | None, redu
 
 
 def _report(request: EngineRequest, terms: Terms) -> StepReport:
+    cadence = Cadence.of(request.config).of_first(request.mesh.world, terms.device)
     return StepReport(
         request.config,
         MonitorMaster(request.config),
         request.mesh.zero_group,
         batch_size=terms.batch.train,
         synchronize=get_accelerator().synchronize,
-        mark_memory=lambda label: see_memory_usage(label, force=True),
+        mark_memory=MemoryTable().mark,
         experts=ExpertReport(request.module, request.mesh.zero_group),
-        cadence=Cadence.of(request.config).of_first(request.mesh.world, terms.device),
+        cadence=cadence,
+        log=open_log(request, cadence, terms),
     )
 
 

@@ -23,12 +23,15 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import watch
 from deepspeed.common.logging import get_logger, warn_once
 from deepspeed.common.pytree import map_tensors
+from deepspeed.common.timing import NullTimer
 from deepspeed.engine.config_access import ConfigAccess
 from deepspeed.engine.loading import LoadingMembers
 from deepspeed.engine.members import CompatibleMembers
+from deepspeed.engine.named_ranges import named_ranges
 from deepspeed.engine.parts import EngineParts
-from deepspeed.engine.report import BACKWARD, BACKWARD_ALLREDUCE, BACKWARD_INNER, FORWARD, STEP, StepSummary
+from deepspeed.engine.report import BACKWARD, BACKWARD_ALLREDUCE, BACKWARD_INNER, FORWARD, STEP
 from deepspeed.engine.saving import SavingMembers
+from deepspeed.engine.step_summary import StepSummary
 from deepspeed.engine.undecided import UndecidedStep
 from deepspeed.engine.whole_model import WholeModelMembers
 from deepspeed.errors import ArgumentError, UnbuiltFeatureError, UsageError
@@ -38,6 +41,7 @@ from deepspeed.zero.small import withdraw_small
 logger = get_logger(__name__)
 
 _GC_EVERY_STEPS = 100
+_NO_TIMER = NullTimer()  # for evaluations: the time of a step is that of its own micro-batches
 _STOPPED = (
     "backward stopped half way (%s), so some gradients have a part of this micro-batch. To go on, call engine.zero_grad() "
     "and repeat the batch from its first micro-batch."
@@ -84,7 +88,7 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, SavingMembers, LoadingMem
         report.mark("before forward")
         if self.training:
             report.throughput.start()
-        with report.timers(FORWARD):
+        with report.timers(FORWARD) if self.training and torch.is_grad_enabled() else _NO_TIMER:
             if parts.input_dtype is not None:
                 args, kwargs = map_tensors(self._cast_input, args), map_tensors(self._cast_input, kwargs)
             if self.training:
@@ -294,6 +298,7 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, SavingMembers, LoadingMem
 
     def _report(self) -> None:
         report = self._parts.report
+        report.step_ended(self.global_steps)
         if report.is_due(self.global_steps):
             report.step_done(
                 StepSummary(
@@ -374,6 +379,13 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, SavingMembers, LoadingMem
         if self._parts.reducer is not None:
             self._parts.reducer.reduce()
 
+    def named_ranges(self) -> contextlib.AbstractContextManager[None]:
+        """Name what the engine does inside, for `torch.profiler` and NVTX: phases, gathers by unit, reductions by bucket.
+
+        Nothing of it is on the way outside. See docs/guide/traces.md.
+        """
+        return named_ranges(self)
+
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def compile(self, backend: Any = None, compile_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
@@ -413,6 +425,7 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, SavingMembers, LoadingMem
         with ExitStack() as stack:  # the last one first; each whatever becomes of those before
             if self._config.disable_python_gc:
                 stack.callback(gc.enable)
+            stack.callback(parts.report.log.end)
             stack.callback(parts.report.monitor.close)
             stack.callback(withdraw_small, self.module.parameters(), parts.small)
             for flat in parts.partition.frozen:

@@ -44,6 +44,8 @@ class ExpertReport:
         self._window_reports = window_reports
         self._reports = 0
         self._windows: dict[str, list[float]] = {}
+        self.tokens: dict[str, list[float]] = {}
+        """Layer -> tokens of each of its experts, of the last report."""
 
     def values(self) -> dict[str, float]:
         """Figures by name, over all ranks. Collective over the axis; nothing without routers."""
@@ -58,6 +60,7 @@ class ExpertReport:
         of_routers = torch.split(total, [part.numel() for part in parts])
         for (name, _), figures in zip(self._routers, of_routers, strict=True):
             *routed, kept, entropy, tokens = figures.tolist()
+            self.tokens[name] = routed
             named.update({f"moe/{name}/expert_{number}_tokens": count for number, count in enumerate(routed)})
             named[f"moe/{name}/dropped_share"] = (sum(routed) - kept) / max(1.0, sum(routed))
             named[f"moe/{name}/entropy"] = entropy / max(1.0, tokens)

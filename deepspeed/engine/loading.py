@@ -9,6 +9,7 @@ ranks.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -91,6 +92,7 @@ class LoadingMembers:
         """
         self._parts.require_owned()
         self._parts.checkpointing.saver.wait()
+        began = time.monotonic()
         opened = self._open(Path(load_dir), None if tag is None else str(tag))
         if opened is None:
             hint = hint_for(load_dir)
@@ -109,6 +111,7 @@ class LoadingMembers:
         self._forget_open_window()
         give_back_freed(self._config.zero_optimization)
         self.loaded_checkpoint_dp_world_size = source.state["dp_world_size"]
+        self._parts.report.log.checkpoint("load", source.tag, self.global_steps, began, None, is_async=False)
         return str(Path(load_dir, source.tag)), source.client_state()
 
     @staticmethod

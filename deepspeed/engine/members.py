@@ -148,7 +148,8 @@ class CompatibleMembers:
 
     def get_wall_clock_timers(self) -> dict[str, float]:
         """Milliseconds per timer since its last reset; empty without `wall_clock_breakdown`."""
-        return {name: timer.elapsed(reset=False) for name, timer in self.timers.get_timers().items()}
+        shown = self.timers.get_timers() if self._config.wall_clock_breakdown else {}
+        return {name: timer.elapsed(reset=False) for name, timer in shown.items()}
 
     def print_forward_breakdown(self, fwd_time: float) -> None:
         """Log the milliseconds of a forward on rank 0. There are no expert layers yet whose part could be told apart."""

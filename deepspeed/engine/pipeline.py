@@ -32,6 +32,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.failures import PeerFailedError
 from deepspeed.comm.watch import WATCH
 from deepspeed.common.pytree import map_tensors, tensors
+from deepspeed.common.timing import NullTimer
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.pipeline_batch import BatchRun
 from deepspeed.engine.pipeline_data import Announced, BatchSource
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
     from deepspeed.pipe.module import PipelineModule
 
 __all__ = ["PipelineEngine"]
+
+_NO_TIMER = NullTimer()  # for evaluations
 
 
 class PipelineEngine(PipelineMembers, DeepSpeedEngine):
@@ -359,7 +362,8 @@ class _Compute:
         parts = engine._parts
         if parts.input_dtype is not None and self._engine._place.is_first(chunk):
             inputs = map_tensors(engine._cast_input, inputs)
-        with parts.report.timers(FORWARD), engine._autocast(), parts.products():
+        timer = parts.report.timers(FORWARD) if engine.training else _NO_TIMER
+        with timer, engine._autocast(), parts.products():
             return engine.module.forward_chunk(chunk, inputs, number)
 
     def loss(self, outputs: Any, labels: Any) -> Tensor:

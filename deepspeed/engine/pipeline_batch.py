@@ -103,6 +103,9 @@ class BatchRun:
     doing: str = "beginning of the batch"
     """The work in progress, for error texts."""
 
+    work: Work | None = None
+    """The same; the last one when all are done."""
+
     most_live: int = 0
     """The most micro-batches (times chunks) between forward and backward at one time."""
 
@@ -119,6 +122,7 @@ class BatchRun:
         self.transport.begin(self.signatures, arrivals)
         steps = {"F": self._forward, "B": self._backward, "W": self._weights}
         for work in order:
+            self.work = work
             self.doing = f"{_DOING[work.kind]} of micro-batch {work.micro_batch}"
             self.transport.post()
             steps[work.kind](work)

@@ -13,7 +13,6 @@ need all of them. Does not live here: counting and the report (`profiling.flops_
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +20,12 @@ import torch
 
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
+from deepspeed.engine.replaced import ReplacedMethods
 from deepspeed.engine.report import BACKWARD, FORWARD, STEP
 from deepspeed.profiling.flops_profiler import FlopsProfiler
 from deepspeed.profiling.flops_profiler.peaks import peak_flops_of
 from deepspeed.profiling.flops_profiler.summary import StepFacts
+from deepspeed.run_log import ProfileRow
 from deepspeed.zero.shard import whole_shape
 
 if TYPE_CHECKING:
@@ -58,34 +59,22 @@ class ProfiledStep:
         self._engine = engine
         self._step = step
         self._forwards = list(forwards)
-        self._replaced: list[tuple[Any, str]] = []
+        self._methods = ReplacedMethods()
         self._micro_batches = 0
         self._is_begun = False
 
     def start(self) -> None:
         """Wait for the step. [Note: methods replaced]"""
         for owner, name in self._forwards:
-            self._replace(owner, name, self._counted_forward)
+            self._methods.replace(owner, name, self._counted_forward)
         if self._engine._parts.reducer is not None:
-            self._replace(self._engine._parts.reducer, "drive", self._counted_backward)
-        self._replace(self._engine, "_report", self._ended)
+            self._methods.replace(self._engine._parts.reducer, "drive", self._counted_backward)
+        self._methods.replace(self._engine, "_report", self._ended)
 
     def stop(self) -> None:
         """Take everything off."""
-        for owner, name in self._replaced:
-            owner.__dict__.pop(name, None)
-        self._replaced.clear()
+        self._methods.restore()
         self.profiler.end_profile()
-
-    def _replace(self, owner: Any, name: str, by: Callable[..., Any]) -> None:
-        method = getattr(owner, name)
-
-        @functools.wraps(method)
-        def replacement(*args: Any, **kwargs: Any) -> Any:
-            return by(method, *args, **kwargs)
-
-        owner.__dict__[name] = replacement
-        self._replaced.append((owner, name))
 
     def _is_now(self) -> bool:
         engine = self._engine
@@ -120,6 +109,7 @@ class ProfiledStep:
             if facts is not None:
                 self.profiler.step_facts = facts
                 self._write()
+                self._log(facts)
         method()
 
     def _write(self) -> None:
@@ -128,6 +118,21 @@ class ProfiledStep:
             self.profiler.print_model_profile(
                 self._step, block.module_depth, block.top_modules, block.detailed, block.output_file
             )
+
+    def _log(self, facts: StepFacts) -> None:
+        log = self._engine._parts.report.log
+        if not log.is_on:
+            return
+        rows = self.profiler.rows()
+        whole = rows[0].seconds
+        tree = [
+            ProfileRow(
+                row.path, row.depth, row.params, row.macs, row.flops, row.seconds, row.seconds / whole if whole else 0.0
+            )
+            for row in rows
+        ]
+        model_flops = facts.all_flops - facts.all_again_flops
+        log.profile(self._step, tree, facts.all_flops, model_flops, self.profiler.peak_flops)
 
     # -- all ranks ----------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -29,6 +29,11 @@ class EngineRequest:
     lr_scheduler: Any = None
     collate_fn: Callable[[list[Any]], Any] | None = None
     mpu: Any = None
+    restarts: int = 0
+    """How often an elastic launcher has started the ranks anew: for the run log."""
+
+    plan: Mapping[str, int] | None = None
+    """Term of the memory plan -> bytes per rank, where it is known: for the run log."""
 
     @cached_property
     def stage(self) -> Stage:

@@ -14,6 +14,7 @@ Called by users as engine methods, on all ranks.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -110,7 +111,10 @@ class SavingMembers:
             lambda: [tag, self._own_scalars(), self._own_facts(exclude_frozen_parameters)],
             self._complete,
         )
-        self._parts.checkpointing.saver.save(Path(save_dir), tag, content, save_latest=save_latest)
+        began = time.monotonic()
+        started = self._parts.checkpointing.saver.save(Path(save_dir), tag, content, save_latest=save_latest)
+        log, step = self._parts.report.log, self.global_steps
+        log.checkpoint("save", tag, step, began, started.nbytes, is_async=started.is_held)
         return True
 
     def wait_for_checkpoint(self) -> None:

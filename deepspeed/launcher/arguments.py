@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from deepspeed.launcher.elastic_limits import elastic_words, range_after_flag
 from deepspeed.launcher.ports import DEFAULT_PORT
+from deepspeed.launcher.tracing import DEFAULT_FOLDER, steps_of
 
 __all__ = [
     "DLTS_HOSTFILE",
@@ -94,6 +95,18 @@ def _parse_runner(parser: argparse.ArgumentParser, words: Sequence[str] | None) 
         "--save_pid",
         action="store_true",
         help="keep the launcher's process id in <temporary folder>/<process id of this command>.ds while the job runs",
+    )
+    job.add_argument(
+        "--profile-steps",
+        type=steps_of,
+        metavar="FIRST-LAST",
+        help="trace these steps with torch's profiler, counted from 1 as progress lines count them: a file per rank",
+    )
+    job.add_argument(
+        "--profile-folder",
+        default=DEFAULT_FOLDER,
+        metavar="FOLDER",
+        help=f"where traces go, on the host of each rank; default: {DEFAULT_FOLDER}",
     )
     job.add_argument("--autotuning", choices=("tune", "run"), default="", help="not built yet in this version")
     parser.add_argument("user_script", help="the script; with --module a module, with --no_python a command")

@@ -45,6 +45,7 @@ from deepspeed.launcher.pidfile import remove_stale
 from deepspeed.launcher.ports import DEFAULT_PORT, PortLease, lease_port
 from deepspeed.launcher.probe import is_this_machine
 from deepspeed.launcher.processes import adopting_orphans, start_process
+from deepspeed.launcher.tracing import VARIABLE, Tracing
 
 __all__ = [
     "DEEPSPEED_ENVIRONMENT_NAME",
@@ -106,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     pool = fetch_hostfile(args.hostfile, is_required=args.hostfile != DLTS_HOSTFILE)
     is_named = "DS_ENV_FILE" in os.environ
     from_files = read_environment_files(DEEPSPEED_ENVIRONMENT_NAME, (Path.home(), Path.cwd()), is_required=is_named)
-    environ = {**os.environ, **from_files}
+    environ = {**os.environ, **from_files, **_tracing(args)}
     selection = select_resources(args, pool, environ)
     _refuse_unbuilt(args)
     _check_node_rank(args, list(selection))
@@ -125,6 +126,14 @@ def run(args: argparse.Namespace) -> int:
     if save_pid:
         remove_stale(save_pid)
     return status
+
+
+def _tracing(args: argparse.Namespace) -> dict[str, str]:
+    """The variable that tells ranks what to trace."""
+    if args.profile_steps is None:
+        return {}
+    first, last = args.profile_steps
+    return {VARIABLE: Tracing(first, last, str(Path(args.profile_folder).absolute())).to_text()}
 
 
 def _hosts(args: argparse.Namespace) -> list[str]:

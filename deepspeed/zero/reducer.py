@@ -417,6 +417,11 @@ class GradientReducer:
             origin = {name: ranks for of_rank in found for name, ranks in of_rank.items()}
         return origin
 
+    @property
+    def buckets(self) -> Sequence[_Bucket]:
+        """In the order in which they are reduced."""
+        return tuple(self._buckets)
+
     def _require_members(self) -> None:
         for flat in self.flats:
             flat.require_owned()

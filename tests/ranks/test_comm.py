@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from datetime import timedelta
@@ -183,6 +184,45 @@ def test_the_log_tells_who_waited_for_a_straggler() -> None:
     assert first["all_reduce"][16]["straggler_ms"] > 250  # rank 1 came 500 ms late
     assert second["all_reduce"][16]["straggler_ms"] < 250
     assert first["all_reduce"][16]["min_latency_ms"] == second["all_reduce"][16]["min_latency_ms"]
+
+
+def _straggler_lines(rank: int, world_size: int) -> list[str]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.extend(record.getMessage().splitlines())  # type: ignore[method-assign]
+    logging.getLogger("DeepSpeed").addHandler(handler)
+    comm.configure(enabled=True)
+    half = comm.new_group([0, 1])
+    for _ in range(3):
+        if rank == 2:
+            time.sleep(0.2)  # the straggler itself
+        comm.all_reduce(torch.ones(4))
+    if rank < 2:
+        comm.all_reduce(torch.ones(8), group=half)
+    if rank == 0:
+        comm.send(torch.ones(1), dst=1)
+    elif rank == 1:
+        comm.recv(torch.ones(1), src=0)
+    comm.log_summary(show_straggler=True)
+    return lines
+
+
+def test_the_first_rank_prints_who_waited_for_whom() -> None:
+    """Ranks that made calls of their own beside (a pipeline's messages, smaller groups) compare what all made."""
+    lines, *others = run_ranks(_straggler_lines, 3)
+    assert others == [[], []]
+    start = lines.index("who waited for whom: time beyond the fastest rank's, which came last")
+    header, *rows = lines[start + 1 : start + 5]
+    assert header.split() == ["rank", "in", "calls", "waited", "share", "came", "last", "in", "waited", "most", "for"]
+    assert len({len(line[: line.index("rank 2")]) for line in rows[:2]} | {header.index("waited most")}) == 1  # aligned
+    assert [row.split()[0] for row in rows] == ["0", "1", "2"]
+    assert all("rank 2 (" in row for row in rows[:2])
+    assert rows[2].split()[-4:-1] == ["3", "of", "3"]
+    assert lines[start + 5].startswith("the others waited most for rank 2: ")
+    assert (
+        lines[start + 6]
+        == "not compared, since not all ranks made the same calls: all_reduce (32 B), recv (4 B), send (4 B)"
+    )
 
 
 def _join_by_variables(rank: int, world_size: int) -> tuple[Any, ...]:

@@ -97,10 +97,30 @@ def _check_lines(lines: list[str]) -> None:
     printed = [line for line in lines if line.startswith("step=")]
     assert [line.split(",")[0] for line in printed] == ["step=2", "step=4"]
     assert all("loss=" in line and "grad_norm=" in line for line in printed)
-    assert any("forward" in line and "ms" in line.lower() for line in lines)
-    assert any("after step" in line for line in lines)
+    times = [line.splitlines() for line in lines if line.startswith("time of step ")]
+    assert [table[0] for table in times] == ["time of step 2 on this rank", "time of step 4 on this rank"]
+    names = ["forward", "backward", "backward_inner", "backward_allreduce", "step"]
+    for _, *rows in times:
+        assert [row.split()[0] for row in rows] == names
+        assert len({len(row) for row in rows}) == 1  # columns end at one place
+        assert all(row.split()[2] == "ms" and row.endswith("%") for row in rows)
+    _check_memory([line for line in lines if line.startswith("memory | ")])
     assert any(line.startswith("dump_state: ") for line in lines)
     assert any("DeepSpeed info" in line for line in lines)
+
+
+def _check_memory(lines: list[str]) -> None:
+    header, *rows = lines
+    assert header.split()[4:] == ["allocated", "peak", "reserved", "peak", "process", "host", "used", "host", "total"]
+    assert len({len(line) for line in lines}) == 1  # columns end at one place
+    assert all(row.count(" MiB") + row.count(" GiB") + row.count(" KiB") + row.count(" B") >= 7 for row in rows[:23])
+    assert [row[9:25].rstrip() for row in rows[:4]] == [
+        "before forward",
+        "after forward",
+        "before backward",
+        "after backward",
+    ]
+    assert {"before step", "after step"} <= {row[9:25].rstrip() for row in rows}
 
 
 def _quiet(rank: int, world_size: int) -> Any:

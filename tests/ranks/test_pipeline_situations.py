@@ -7,6 +7,7 @@ import csv
 import functools
 import gc
 import json
+import logging
 import weakref
 from pathlib import Path
 from typing import Any
@@ -409,14 +410,20 @@ def test_names_are_those_of_the_whole_list_of_layers() -> None:
 
 
 def _timed(rank: int, _world_size: int) -> None:
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("DeepSpeed").addHandler(handler)
     engine = make_pipeline(layers(2), 2, config(2, 2, wall_clock_breakdown=True, memory_breakdown=True), optimizer=SGD)
-    timers, shown = engine._parts.report.timers, []
-    logged = timers.log
-    timers.log = lambda names, **options: (shown.append(names), logged(names, **options))  # type: ignore[method-assign]
     train_pipeline(engine, token_batches(3, 2, 1))
-    assert shown == [["forward", "backward", "step"]] * 3
-    assert not any(timers(name).started for name in shown[0])
+    times = [line.splitlines() for line in told if line.startswith("time of step ")]
+    assert [len(times), any(line.startswith("memory | ") for line in told)] == ([3, True] if rank == 0 else [0, False])
+    for _, *rows in times:
+        assert [row.split()[0] for row in rows] == ["forward", "backward", "step"]
+    timers = engine._parts.report.timers
+    assert not any(timers(name).started for name in ("forward", "backward", "step"))
     engine.eval_batch(iter(next(own(token_batches(1, 2, 1), 0))))
+    assert timers("forward").elapsed() == 0.0  # an evaluation is no part of a step
 
 
 def test_a_pipeline_tells_its_times_and_its_memory() -> None:

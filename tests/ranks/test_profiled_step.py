@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -192,3 +193,38 @@ def test_tensor_ranks_count_their_parts_and_the_model_is_whole() -> None:
         assert macs == ROWS * WIDTH * 16  # half of two layers
         assert params == WIDTH * 16
         assert whole == 2 * WIDTH * 16
+
+
+class _Slow(nn.Module):
+    """Takes its time in evaluations alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*_layers())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            time.sleep(0.3)
+        y: Tensor = self.layers(x)
+        return y
+
+
+def _evaluates_between(rank: int, world_size: int) -> float:
+    model = _Slow()
+    engine = make_engine(
+        model, config(1, ROWS, **_block(output_file="/dev/null")), optimizer=SGD(model.parameters(), lr=0.1)
+    )
+    for _ in range(2):
+        engine.eval()
+        with torch.no_grad():
+            engine(torch.ones(ROWS, WIDTH))
+        engine.train()
+        _steps(engine, 1)
+    assert engine.flops_profiler is not None
+    assert engine.flops_profiler.step_facts is not None
+    return engine.flops_profiler.step_facts.forward_seconds
+
+
+def test_an_evaluation_between_two_updates_is_no_time_of_the_step() -> None:
+    (forward_seconds,) = run_ranks(_evaluates_between, 1)
+    assert 0 < forward_seconds < 0.3  # the evaluation alone would take that

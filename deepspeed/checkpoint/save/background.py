@@ -109,8 +109,11 @@ class Saver:
         """Whether a save goes on in the background at this moment."""
         return self._thread is not None and self._thread.is_alive()
 
-    def save(self, save_dir: Path, tag: str, content: Content, *, save_latest: bool = True) -> None:
+    def save(self, save_dir: Path, tag: str, content: Content, *, save_latest: bool = True) -> StartedSave:
         """Save. Collective. In the background, it returns when the state may change again; else when all is on the disk.
+
+        Returns:
+            What was saved; `is_held` tells that the rest happens in the background.
 
         Raises:
             CheckpointError, ArgumentError: on all ranks alike, as `writer.start_checkpoint`; or the save before had failed,
@@ -142,11 +145,12 @@ class Saver:
             if can_wait:
                 self._warn_of_limit(started)
             self._finish(started, finishing, began, None)
-            return
+            return started
         blocked_seconds = time.monotonic() - began
         arguments = (started, finishing, began, blocked_seconds)
         self._thread = threading.Thread(target=self._run, args=arguments, name="deepspeed checkpoint", daemon=False)
         self._thread.start()
+        return started
 
     def wait(self) -> None:
         """Block until no save goes on.

@@ -98,8 +98,9 @@ def _of_step(root: Row, facts: StepFacts, peak: float | None) -> Iterator[tuple[
     yield "backward time", duration_to_string(facts.backward_seconds)
     yield "update time", duration_to_string(step)
     yield "time of the step", duration_to_string(whole)
-    if whole > 0:
+    if compute > 0:
         yield "FLOPs per second, forward + backward", flops_to_string((model_flops + root.again_flops) / compute)
+    if whole > 0:
         yield "samples per second, all ranks", f"{facts.samples / whole:.2f}"
     yield f"FLOPs of all {facts.ranks} ranks, recomputation included", number_to_string(facts.all_flops)
     yield "of these computed again", number_to_string(facts.all_again_flops)

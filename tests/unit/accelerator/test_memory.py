@@ -6,7 +6,7 @@ import pytest
 
 from deepspeed.accelerator import set_accelerator
 from deepspeed.accelerator.cpu import CpuAccelerator
-from deepspeed.accelerator.memory import memory_report, see_memory_usage
+from deepspeed.accelerator.memory import MemoryTable, memory_report, see_memory_usage
 
 
 class _Fixed(CpuAccelerator):
@@ -48,3 +48,20 @@ def test_memory_usage_is_logged_only_when_forced(caplog: pytest.LogCaptureFixtur
         see_memory_usage("after the first step", force=True)
     assert [record.getMessage().split(" | ")[0] for record in caplog.records] == ["after the first step"]
     assert accelerator.resets == 1
+
+
+def test_marks_are_lines_of_one_table_under_a_header_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = _Fixed()
+    set_accelerator(accelerator)
+    table = MemoryTable()
+    with caplog.at_level(logging.INFO, logger="DeepSpeed"):
+        for _ in range(25):
+            table.mark("before forward")
+    header, first, *_ = lines = caplog.messages
+    assert header == (
+        "memory | on cpu             allocated        peak    reserved        peak     process   host used  host total"
+    )
+    assert first.startswith("memory | before forward      1.00 MiB    2.00 MiB    3.00 MiB    4.00 MiB ")
+    assert len({len(line) for line in lines}) == 1
+    assert [number for number, line in enumerate(lines) if line == header] == [0, 25]
+    assert accelerator.resets == 25

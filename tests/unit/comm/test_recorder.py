@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -82,7 +83,7 @@ def test_the_summary_averages_and_tells_what_stragglers_cost() -> None:
     assert plain["avg_latency_ms"] == 3.0
     assert plain["tput_avg_gbps"] == pytest.approx(0.75 * RATE)
     assert "straggler_ms" not in plain
-    late = log.summary(lambda own: [1.0 for _ in own])["all_reduce"][MIB]
+    late = log.summary({("all_reduce", MIB): 2.0})["all_reduce"][MIB]
     assert (late["min_latency_ms"], late["straggler_ms"]) == (2.0, 4.0)
 
 
@@ -97,6 +98,19 @@ def test_the_table_has_a_line_per_operation_and_size() -> None:
     assert lines[1].split()[:4] == ["all_reduce", "8", "B", "1"]
     assert lines[2].split()[:4] == ["all_reduce", "1.00", "MiB", "1"]
     assert table(CommsLogger().summary()).startswith("Comm. Op")
+
+
+def test_columns_of_the_table_are_aligned_however_long_names_are() -> None:
+    log = CommsLogger()
+    log.append("all_reduce", "all_reduce | [Caller Func: a_function_with_a_long_name]", 1234.5, MIB, 4)
+    log.append("send", "send", 2.0, 8, 4)
+    lines = table(log.summary({("send", 8): 1.5})).splitlines()
+    assert len({len(line) for line in lines}) == 1  # numbers end at one place
+    assert [re.split(" {2,}", line) for line in lines[1:]] == [
+        [log.operations()[0], "1.00 MiB", "1", "1234.50", "1234.50", "0.01", "0.01", "-", "-"],
+        ["send", "8 B", "1", "2.00", "2.00", "0.00", "0.00", "1.50", "0.50"],
+    ]
+    assert re.split(" {2,}", lines[0])[-2:] == ["Min Latency(ms)", "Straggler(ms)"]
 
 
 def test_the_log_is_off_until_enabled() -> None:

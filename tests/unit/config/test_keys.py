@@ -225,6 +225,12 @@ BLOCKS: dict[str, dict[str, tuple[Any, list[Any]]]] = {
     "timers.throughput": {"enabled": (True, [False]), "synchronized": (True, [False])},
     "tensorboard": {"enabled": (False, [True]), "output_path": ("", ["o"]), "job_name": ("DeepSpeedJobName", ["j"])},
     "csv_monitor": {"enabled": (False, [True]), "output_path": ("", ["o"]), "job_name": ("DeepSpeedJobName", ["j"])},
+    "run_log": {
+        "enabled": (False, [True]),
+        "output_path": ("", ["o"]),
+        "job_name": ("DeepSpeedJobName", ["j"]),
+        "every": (1, [10]),
+    },
     "wandb": {"enabled": (False, [True]), "group": (None, ["g"]), "team": (None, ["t"]), "project": ("deepspeed", ["p"])},
     "comet": {
         "enabled": (False, [True]),

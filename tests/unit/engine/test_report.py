@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.engine.report import FORWARD, STEP, StepReport, StepSummary
+from deepspeed.engine.report import FORWARD, STEP, StepReport, time_table
+from deepspeed.engine.step_summary import StepSummary
 from deepspeed.topology.mesh import AxisGroup
 
 SUMMARY = StepSummary(
@@ -25,6 +26,31 @@ class Monitor:
 
     def write_events(self, event_list: Any) -> None:
         self.events += event_list
+
+
+class NoMonitor(Monitor):
+    def __init__(self) -> None:
+        super().__init__(False)
+        self.writers: tuple[Any, ...] = ()
+
+
+class Log:
+    is_on = True
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def step_ended(self, step: int, timers: Any) -> None:
+        self.told.append(f"step_ended {list(timers.get_timers())}")
+
+    def step(self, summary: Any, more: Any) -> None:
+        self.told.append(f"step {more}")
+
+    def experts(self, step: int, layers: Any) -> None:
+        self.told.append(f"experts {layers}")
+
+    def note(self, name: str, value: float) -> None:
+        self.told.append(f"{name} {value}")
 
 
 def report(**keys: Any) -> tuple[StepReport, Monitor, list[str]]:
@@ -48,6 +74,9 @@ def report(**keys: Any) -> tuple[StepReport, Monitor, list[str]]:
         ({"steps_per_print": 2}, [False, True, False, True]),
         ({"steps_per_print": float("inf")}, [False, False, False, False]),
         ({"csv_monitor": {"enabled": True}}, [True, True, True, True]),
+        ({"run_log": {"enabled": True, "every": 3}}, [False, False, True, False]),
+        ({"run_log": {"enabled": False, "every": 3}}, [False, False, False, False]),
+        ({"run_log": {"enabled": True, "every": 3}, "steps_per_print": 2}, [False, True, True, True]),
     ],
     ids=str,
 )
@@ -122,4 +151,55 @@ def test_timers_are_logged_at_the_printed_steps_and_begin_again(caplog: pytest.L
             made.log_timers(step)
         assert made.timers(FORWARD).elapsed() == 0.0
     assert len(caplog.messages) == 1
-    assert caplog.messages[0].startswith("time (ms) | forward: ")
+    assert caplog.messages[0].startswith("time of step 2 on this rank\nforward  0.00 ms")
+
+
+def test_times_of_a_step_are_a_table_with_units_and_shares() -> None:
+    held = {"forward": 250.0, "backward": 700.0, "backward_inner": 650.5, "backward_allreduce": 49.5, "step": 1050.0}
+    assert time_table(12, held).splitlines() == [
+        "time of step 12 on this rank",
+        "forward                250.00 ms  12.5%",
+        "backward               700.00 ms  35.0%",
+        "  backward_inner       650.50 ms  32.5%",
+        "  backward_allreduce    49.50 ms   2.5%",
+        "step                  1050.00 ms  52.5%",
+    ]
+    assert time_table(1, {}) == "time of step 1 on this rank"
+
+
+def test_a_run_log_times_steps_without_showing_them(caplog: pytest.LogCaptureFixture) -> None:
+    config = DeepSpeedConfig({"train_batch_size": 4, "csv_monitor": {"enabled": True}, "run_log": {"enabled": True}})
+    monitor, log = Monitor(True), Log()
+    made = StepReport(
+        config,
+        monitor,  # type: ignore[arg-type]
+        AxisGroup([0], 0),
+        batch_size=4,
+        synchronize=pytest.fail,  # the device is not waited for
+        log=log,  # type: ignore[arg-type]
+    )
+    made.timers(FORWARD).start()
+    made.timers(FORWARD).stop()
+    with caplog.at_level(logging.INFO):
+        made.step_ended(2)
+        made.step_done(SUMMARY)
+        made.log_timers(2)
+    assert log.told == ["step_ended ['forward']", "step {}", "experts {}"]
+    assert made.timers(FORWARD).elapsed() == 0.0
+    assert caplog.messages == []
+    assert not [name for name, _, _ in monitor.events if "elapsed" in name]
+
+
+def test_values_for_the_monitor_are_noted_for_the_run_log() -> None:
+    config = DeepSpeedConfig({"train_batch_size": 4, "run_log": {"enabled": True}})
+    log = Log()
+    made = StepReport(
+        config,
+        NoMonitor(),  # type: ignore[arg-type]
+        AxisGroup([0], 0),
+        batch_size=4,
+        synchronize=lambda: None,
+        log=log,  # type: ignore[arg-type]
+    )
+    made.write_now("Train/Samples/eval_loss", torch.tensor(0.5), 8)
+    assert log.told == ["eval_loss 0.5"]

@@ -1,0 +1,96 @@
+"""The beginning of an engine's run log: the file of this rank, and the record that says what runs.
+
+Called by `engine.build`. Does not live here: what follows (`engine.step_log`).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import TYPE_CHECKING
+
+import torch
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator.host_memory import HostMemory
+from deepspeed.config.secrets import without_secrets
+from deepspeed.engine.stage_facts import agreed
+from deepspeed.engine.step_log import Memory, StepLog, open_writer
+from deepspeed.profiling.flops_profiler.peaks import peak_flops_of
+from deepspeed.run_log import Start
+from deepspeed.version import version
+from deepspeed.zero.shard import whole_shape
+
+if TYPE_CHECKING:
+    from deepspeed.engine.engine import DeepSpeedEngine
+    from deepspeed.engine.report import Cadence
+    from deepspeed.engine.request import EngineRequest
+    from deepspeed.engine.terms import Terms
+
+__all__ = ["open_log", "start_log"]
+
+_TERA = 1e12
+
+
+def open_log(request: EngineRequest, cadence: Cadence, terms: Terms) -> StepLog | None:
+    """The log of this rank; None where it writes none. Collective over all ranks where the first one wants a log.
+
+    Raises:
+        ArgumentError: the file of a rank cannot be opened; on all ranks.
+    """
+    if not cadence.logged:
+        return None
+    block, world = request.config.run_log, request.mesh.world
+    writer = agreed(lambda: open_writer(block, request.mesh.rank) if block.enabled else None, world)
+    if writer is None:
+        return None
+    return StepLog(
+        writer,
+        is_first=request.mesh.rank == 0,
+        batch_size=terms.batch.train,
+        world_size=world.size,
+        memory=lambda: _memory(terms.device),
+    )
+
+
+def start_log(engine: DeepSpeedEngine, request: EngineRequest, terms: Terms) -> None:
+    """Write the first record."""
+    if engine._parts.report.log.is_on:
+        engine._parts.report.log.start(_start(engine, request, terms))
+
+
+def _start(engine: DeepSpeedEngine, request: EngineRequest, terms: Terms) -> Start:
+    config, mesh, cuts = request.config, request.mesh, engine._parts.cuts
+    shapes = [cuts.shape(name, whole_shape(param)) for name, param in engine.module.named_parameters()]
+    return Start(
+        version=version,
+        rank=mesh.rank,
+        world_size=mesh.world_size,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        device=get_accelerator().product_name(),
+        mesh=mesh.sizes,
+        model=type(engine.module).__name__,
+        parameters=sum(torch.Size(shape).numel() for shape in shapes),
+        config=without_secrets(config.resolved()),
+        peak_flops=_peak_flops(request, terms),
+        restarts=request.restarts,
+        plan=request.plan,
+        step=engine.global_steps,
+    )
+
+
+def _peak_flops(request: EngineRequest, terms: Terms) -> float | None:
+    given = request.config.flops_profiler.peak_tflops
+    if given is not None:
+        return given * _TERA
+    dtype = terms.policy.autocast or terms.policy.param or torch.float32
+    return peak_flops_of(get_accelerator().product_name(), dtype.itemsize)
+
+
+def _memory(device: torch.device) -> Memory:
+    host = HostMemory().resident_nbytes()
+    if device.type == "cpu":
+        return Memory(host, None, None)
+    accelerator = get_accelerator()
+    return Memory(host, accelerator.memory_allocated(), accelerator.max_memory_allocated())

@@ -1,0 +1,236 @@
+"""The records of a run log, and how one becomes a line.
+
+    Step(step=10, loss=2.5, ...) --line_of--> {"kind": "step", "time": 1760000000.0, "step": 10, "loss": 2.5, ...}
+
+Times are seconds, sizes bytes. None means not known, and so does a number that is not finite: JSON has neither infinity nor
+NaN. Readers pass over kinds and keys that they do not know, so either may be added; one that changes its meaning raises
+`FORMAT`.
+
+Pure. Does not live here: the file (`writer`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, ClassVar, Literal, Protocol
+
+from pydantic import JsonValue
+
+__all__ = [
+    "FORMAT",
+    "Checkpoint",
+    "CommSums",
+    "End",
+    "Experts",
+    "Profile",
+    "ProfileRow",
+    "RankStep",
+    "Record",
+    "Schedule",
+    "Start",
+    "Step",
+    "line_of",
+]
+
+FORMAT = 1
+"""Raised when an old reader would misread a new log."""
+
+
+class Record(Protocol):
+    """One line: a dataclass with a kind."""
+
+    kind: ClassVar[str]
+
+
+@dataclass(frozen=True)
+class Start:
+    """An engine was made. Every rank; a restart, or a second engine, adds another."""
+
+    kind: ClassVar[str] = "start"
+
+    version: str
+    rank: int
+    world_size: int
+    host: str
+    pid: int
+    device: str
+    mesh: Mapping[str, int]
+    """Axis -> ranks along it."""
+    model: str
+    """Class of the module."""
+    parameters: int
+    """Elements of this rank's module, whole: of a pipeline its stage."""
+    config: Mapping[str, Any]
+    """Without secrets."""
+    peak_flops: float | None
+    """Per second and device."""
+    restarts: int
+    """How often an elastic launcher has started the ranks anew."""
+    plan: Mapping[str, int] | None
+    """Term of the memory plan -> bytes per rank."""
+    step: int
+    """Global steps done; a checkpoint that is loaded later says so itself."""
+    format: int = FORMAT
+
+
+@dataclass(frozen=True)
+class Step:
+    """One reported step of the whole run. Rank 0."""
+
+    kind: ClassVar[str] = "step"
+
+    step: int
+    samples: int
+    loss: float | None
+    """Mean over the step's micro-batches and ranks."""
+    lr: Sequence[float]
+    grad_norm: float | None
+    loss_scale: float | None
+    skipped: int
+    """Updates skipped so far."""
+    seconds: float | None
+    """Per step, since the last reported one; None for the first step of a run."""
+    samples_per_second: float | None
+    flops_per_second: float | None
+    """Of all ranks together, recomputation included; None unless the FLOPs profiler has counted a step."""
+    mfu: float | None
+    """Share of the peak of all devices, recomputation left out."""
+    more: Mapping[str, float] = field(default_factory=dict)
+    """Other values by name, such as auxiliary losses and `eval_loss`."""
+
+
+@dataclass(frozen=True)
+class CommSums:
+    """Calls of one collective: their number, the bytes of their messages, and the time from call to end."""
+
+    count: int
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """One reported step as one rank saw it. Every rank."""
+
+    kind: ClassVar[str] = "rank_step"
+
+    step: int
+    host_bytes: int
+    """Resident set of the process."""
+    device_bytes: int | None
+    """Allocated on the device now; None where the device is the host."""
+    device_peak_bytes: int | None
+    phases: Mapping[str, float]
+    """Phase -> seconds per step since the last record; none is part of another."""
+    comm: Mapping[str, CommSums]
+    """Collective -> what was done since the last record."""
+    waited_seconds: float
+    """Blocked in collectives since the last record; the rank with the least is the one that others wait for."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Where tokens went in the last micro-batch of a reported step. Rank 0."""
+
+    kind: ClassVar[str] = "experts"
+
+    step: int
+    layers: Mapping[str, Sequence[float]]
+    """MoE layer -> share of the tokens of each expert, over all data-parallel ranks."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One batch of a pipeline. Rank 0, once after a start."""
+
+    kind: ClassVar[str] = "schedule"
+
+    name: str
+    stages: int
+    micro_batches: int
+    text: str
+    """A drawing, one line per stage."""
+    works: Sequence[tuple[int, float, float, str, int]]
+    """(stage, start, end, kind F, B or W, micro-batch)."""
+    bubble: float
+    """Share of the time of all stages in which they compute nothing."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint was saved or loaded. Every rank."""
+
+    kind: ClassVar[str] = "checkpoint"
+
+    action: Literal["save", "load"]
+    tag: str
+    step: int
+    seconds: float
+    """That training stood still."""
+    nbytes: int | None
+    """That this rank writes."""
+    is_async: bool
+    """The rest is written behind training."""
+
+
+@dataclass(frozen=True)
+class ProfileRow:
+    """One module of a profiled step, what is below it included; forward alone."""
+
+    name: str
+    depth: int
+    parameters: int
+    macs: int
+    flops: int
+    seconds: float
+    share: float
+    """Of the model's time in forward."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What the FLOPs profiler counted. Rank 0."""
+
+    kind: ClassVar[str] = "profile"
+
+    step: int
+    tree: Sequence[ProfileRow]
+
+
+@dataclass(frozen=True)
+class End:
+    """The engine is done, or the process has come to its end. Every rank; a killed one leaves none."""
+
+    kind: ClassVar[str] = "end"
+
+    step: int
+    cause: str
+    """`done`, or the text of the error."""
+
+
+def line_of(record: Record, time_seconds: float) -> str:
+    """Write a record down as one line, without the line's end; `time_seconds` are those since 1970."""
+    plain = {"kind": record.kind, "time": time_seconds, **_members(record)}
+    return json.dumps({key: _plain(value) for key, value in plain.items()}, allow_nan=False, separators=(",", ":"))
+
+
+def _members(record: Any) -> dict[str, Any]:
+    return {each.name: getattr(record, each.name) for each in fields(record)}
+
+
+def _plain(value: Any) -> JsonValue:
+    """What JSON can say of `value`; anything else as its text, for a log must not fail over a value that it shows."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(inner) for inner in value]
+    if is_dataclass(value):
+        return {key: _plain(inner) for key, inner in _members(value).items()}
+    return str(value)
