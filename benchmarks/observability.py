@@ -9,9 +9,10 @@ a step of some 0.2 s) in one process:
     off    as configured by default
     on     run_log at every step, comms_logger, wall_clock_breakdown, csv_monitor
 
-They take turns step by step, and the order turns round from round to round (bare off on, on off bare), so a ratio is of
-steps that follow each other directly; a figure is the median of the ratios of all rounds, on the worse rank. What belongs to
-the process and not to an engine (the communications log, the meter of collectives) is on during the steps of `on` alone.
+They take turns step by step, and each round begins with another (bare off on, off on bare, on bare off), so that none
+follows itself, with its weights still in the caches. A figure is the median of the ratios of all rounds, on the worse rank.
+What belongs to the process and not to an engine (the communications log, the meter of collectives) is on during the steps of
+`on` alone.
 `..._cpu` are the same ratios in processor time, which feels less of what else the machine does. Losses of the three engines
 must be equal in every bit.
 """
@@ -119,7 +120,7 @@ def measure(contender: str, arguments: Mapping[str, Any]) -> Measured:
         engines = {name: _engine(name, arguments, training, folder) for name in names}
         for number in range(arguments["warm"] + arguments["rounds"]):
             losses = []
-            for name in names if number % 2 == 0 else reversed(names):
+            for name in (*names[number % 3 :], *names[: number % 3]):
                 _watch_process(is_on=name == _ON)
                 seconds, processor_seconds, loss = _timed_step(engines[name], batches[number % len(batches)])
                 losses.append(loss)
