@@ -6,8 +6,8 @@
              --> other hosts: far_hosts
 ```
 
-`deepspeed verify ...` starts two such jobs and compares them (`verify`), `deepspeed plan ...` starts none (`planning`); a
-script of such a name is run as `./verify`.
+`deepspeed verify ...` starts two such jobs and compares them (`verify`); `deepspeed plan ...` (`planning`), `deepspeed
+report ...` and `deepspeed top ...` (`run_report`) start none. A script of such a name is run as `./verify`.
 `deepspeed --check ...` starts nothing: it asks every host whether the job would start (`check`).
 
 A job that needs other hosts goes to `far_hosts` with its selection.
@@ -66,6 +66,13 @@ logger = get_logger("deepspeed.launcher.runner")  # also when the module runs as
 
 parse_args = parse_runner_args
 
+_COMMANDS = {
+    "plan": "deepspeed.planning.command",
+    "report": "deepspeed.run_report.command",
+    "top": "deepspeed.run_report.top_command",
+}
+"""First words that start no job, and the module whose `main` takes the others."""
+
 Selection = dict[str, list[Slot]]
 
 
@@ -82,8 +89,8 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         if words and words[0] == "verify":  # it loads torch, which starting a job does not
             status = importlib.import_module("deepspeed.launcher.verify").verify(words[1:], run)
-        elif words and words[0] == "plan":  # the same
-            status = importlib.import_module("deepspeed.planning.command").main(words[1:])
+        elif words and words[0] in _COMMANDS:  # they load what starting a job does without
+            status = importlib.import_module(_COMMANDS[words[0]]).main(words[1:])
         elif words and words[0] == "--check":
             status = importlib.import_module("deepspeed.launcher.check").main(words[1:], _hosts)
         else:

@@ -1,0 +1,88 @@
+"""`deepspeed report`: a run's log as one HTML page, or its figures as JSON.
+
+    deepspeed report runs/my_job
+    deepspeed report runs/my_job --out my_job.html
+    deepspeed report runs/my_job --json
+
+Called by `launcher.runner`. Does not live here: what is in them (`sections`, `summary`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from deepspeed.errors import DeepSpeedError, FileIoError
+from deepspeed.run_report import facts
+from deepspeed.run_report.page import render
+from deepspeed.run_report.reading import Run, read_run
+from deepspeed.run_report.summary import findings, summarise
+
+__all__ = ["as_dict", "main"]
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the command; returns the exit status: 0, or 2 where there is no log, no jinja2 or no place for the page."""
+    args = _parser().parse_args(words)
+    try:
+        run = read_run(args.run_dir)
+        if args.json:
+            sys.stdout.write(json.dumps(as_dict(run, time.time()), indent=1) + "\n")
+            return 0
+        path = _write(args.out or Path(args.run_dir) / "report.html", render(run, time.time()))
+    except DeepSpeedError as error:
+        sys.stderr.write(f"deepspeed report: {error}\n")
+        return 2
+    sys.stdout.write(f"{path}\n")
+    return 0
+
+
+def as_dict(run: Run, now: float) -> dict[str, Any]:
+    """The figures of a run as plain values: seconds, bytes, and null for what is not known.
+
+    Args:
+        run: what was read.
+        now: seconds of the Unix clock, which a run without an end is compared with.
+    """
+    memory, phases, waits = facts.memory(run), facts.phases(run), facts.waits(run)
+    return {
+        "run_dir": str(run.folder),
+        **asdict(summarise(run)),
+        "findings": [asdict(each) for each in findings(run, now)],
+        "peak_nbytes_by_rank": dict(memory.peaks),
+        "phase_seconds": {name: phases.mean(name) for name in phases.seconds},
+        "operations": [{**asdict(each), "bytes_per_second": each.bytes_per_second} for each in facts.operations(run)],
+        "waited_seconds_by_rank": dict(waits.seconds),
+        "straggler": waits.straggler,
+        "checkpoints": [asdict(each) for each in facts.checkpoints(run)],
+        "unread_lines": [asdict(each) for each in run.unread],
+    }
+
+
+def _write(path: Path, page: str) -> Path:
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise FileIoError(
+            error.errno,
+            f"{path}: the page could not be written there ({error.strerror}); --out FILE.html says where else.",
+            str(path),
+        ) from error
+    return path
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="deepspeed report",
+        description="Write one HTML page about a run: loss, speed, memory, where time goes, who waits for whom.",
+    )
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="the folder that run_log wrote: output_path/job_name")
+    parser.add_argument("--out", type=Path, metavar="FILE.html", help="where the page goes; default: RUN_DIR/report.html")
+    parser.add_argument("--json", action="store_true", help="print figures instead of writing a page")
+    return parser

@@ -1,0 +1,196 @@
+"""Sections about ranks side by side: memory, where time goes, communication, waits."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+from deepspeed.run_report import facts, texts
+from deepspeed.run_report.charts import Mark, line_chart, stacked_chart
+from deepspeed.run_report.grids import grid, joined, of_one
+from deepspeed.run_report.reading import Run
+from deepspeed.run_report.scales import step_scale, step_ticks
+from deepspeed.run_report.sections.kinds import ROWS, Absent, Block, Section, left_out, per_second
+from deepspeed.run_report.tables import Table, bar_table
+
+__all__ = ["communication", "memory", "phases", "waits"]
+
+_DRAWN_RANKS = 8
+_GRID_COLUMNS = 60
+
+
+def memory(run: Run, marks: Sequence[Mark]) -> Section | Absent:
+    """Memory over steps against the plan, peaks by rank, the plan by term."""
+    memory = facts.memory(run)
+    if not memory.by_rank:
+        return Absent("Memory", "every rank writes its memory with each reported step (run_log.every); none did yet")
+    drawn = _drawn_ranks(memory)
+    chart = line_chart(
+        "chart-memory",
+        f"{memory.place.capitalize()} memory in use",
+        [memory.by_rank[rank] for rank in drawn],
+        texts.nbytes,
+        "bytes",
+        levels=[("plan", memory.plan)] if memory.plan else [],
+        marks=marks,
+        from_zero=True,
+        is_wide=True,
+    )
+    rows = [
+        (f"rank {rank}", memory.peaks[rank], texts.nbytes(memory.peaks[rank]), (_of_plan(memory.peaks[rank], memory.plan),))
+        for rank in sorted(memory.peaks)
+    ]
+    peaks = bar_table("Peak by rank", ("rank", "peak", "of the plan"), rows[:ROWS], note=left_out(len(rows), "ranks"))
+    few = (
+        f" The {len(drawn)} ranks drawn are the fullest, the emptiest and those between."
+        if len(drawn) < len(memory.by_rank)
+        else ""
+    )
+    what = "the process on a host, Python and libraries included" if memory.place == "host" else "the device"
+    blocks = [Block("line_chart", chart)] if chart else []
+    blocks += [Block("table", peaks), *_plan_terms(run)]
+    return Section("memory", "Memory", f"What each rank holds: memory of {what}.{few}", tuple(blocks))
+
+
+def _plan_terms(run: Run) -> list[Block]:
+    plans = [start.plan for attempt in run.attempts for start in attempt.starts.values() if start.plan]
+    if not plans:
+        return []
+    fullest = max(plans, key=lambda plan: sum(nbytes or 0 for nbytes in plan.values()))
+    terms = sorted(((name, nbytes or 0.0) for name, nbytes in fullest.items()), key=lambda term: -term[1])
+    rows = [(name, nbytes, texts.nbytes(nbytes), ()) for name, nbytes in terms if nbytes]
+    return [Block("table", bar_table("The plan, by term", ("term", "bytes"), rows))]
+
+
+def _drawn_ranks(memory: facts.Memory) -> list[int]:
+    """All ranks, or eight of many, spread from the fullest to the emptiest."""
+    by_peak = sorted(memory.by_rank, key=lambda rank: (-memory.peaks[rank], rank))
+    if len(by_peak) > _DRAWN_RANKS:
+        by_peak = [by_peak[round(at * (len(by_peak) - 1) / (_DRAWN_RANKS - 1))] for at in range(_DRAWN_RANKS)]
+    return sorted(by_peak)
+
+
+def phases(run: Run, marks: Sequence[Mark]) -> Section | Absent:
+    """Where a step's time goes."""
+    phases = facts.phases(run)
+    if not phases.steps:
+        return Absent("Where a step's time goes", '"wall_clock_breakdown": true times forward, backward, reduction and step')
+    layers = list(phases.seconds.items())
+    chart = stacked_chart(
+        "chart-phases", "Time of a step by phase, mean over ranks", phases.steps, layers, texts.seconds, "seconds", marks
+    )
+    total = sum(phases.mean(name) for name in phases.seconds) or 1.0
+    rows = [
+        (
+            name,
+            phases.mean(name),
+            texts.seconds(phases.mean(name)),
+            (texts.share(phases.mean(name) / total), _slowest(by_rank)),
+        )
+        for name, by_rank in phases.by_rank.items()
+    ]
+    table = bar_table("Mean of a step by phase", ("phase", "seconds", "share", "slowest rank"), rows, styled=True)
+    blocks = [Block("line_chart", chart)] if chart else []
+    return Section("phases", "Where a step's time goes", "", (*blocks, Block("table", table)))
+
+
+def _slowest(by_rank: Mapping[int, float]) -> str:
+    rank = max(by_rank, key=lambda each: (by_rank[each], -each))
+    return f"{rank} ({texts.seconds(by_rank[rank])})" if len(by_rank) > 1 else texts.UNKNOWN
+
+
+def communication(run: Run) -> Section | Absent:
+    """Collectives by operation."""
+    found = facts.operations(run)
+    if not found:
+        return Absent(
+            "Communication", '"comms_logger": {"enabled": true} counts and times collectives; one rank alone has none'
+        )
+    rows = [
+        (
+            each.name,
+            each.seconds,
+            texts.seconds(each.seconds),
+            (texts.count(each.count), texts.nbytes(each.nbytes), per_second(each.bytes_per_second)),
+        )
+        for each in found[:ROWS]
+    ]
+    head = ("operation", "seconds", "calls", "bytes", "throughput")
+    table = bar_table("Collectives by operation", head, rows, note=left_out(len(found), "operations"))
+    return Section(
+        "communication", "Communication", "Of one rank over the whole run: the mean over ranks.", (Block("table", table),)
+    )
+
+
+def waits(run: Run) -> Section | Absent:
+    """How long each rank stood in collectives, and who is waited for."""
+    found = facts.waits(run)
+    if len(found.seconds) < 2:
+        return Absent("Who waits for whom", "needs two ranks or more that tell how long they stood in collectives")
+    rows = [
+        (_role(rank, found), seconds, texts.seconds(seconds), (_part(seconds, found.covered_seconds),))
+        for rank, seconds in sorted(found.seconds.items())
+    ]
+    table = bar_table(
+        "Waited in collectives, by rank",
+        ("rank", "waited", "of the time"),
+        rows[:ROWS],
+        note=left_out(len(rows), "ranks"),
+    )
+    intro = "The rank that waits least is the one that the others wait for."
+    if found.straggler is None:
+        intro += f" None stands out here: they differ by {texts.seconds(abs(found.lost_seconds))}."
+    else:
+        intro += f" Here it is rank {found.straggler}."
+    return Section("waits", "Who waits for whom", intro, (Block("table", table), *_wait_grid(found)))
+
+
+def _role(rank: int, found: facts.Waits) -> str:
+    return f"rank {rank}: waited for" if rank == found.straggler else f"rank {rank}"
+
+
+def _wait_grid(found: facts.Waits) -> list[Block]:
+    """Waits of each rank over steps, as parts of the longest wait of those steps."""
+    steps = sorted({step for curve in found.by_step.values() for step in curve.steps})
+    if len(steps) < 2:
+        return []
+    ranks = sorted(found.by_step)[:64]
+    by_rank = {rank: dict(zip(found.by_step[rank].steps, found.by_step[rank].values, strict=True)) for rank in ranks}
+    rows = joined([[by_rank[rank].get(step) or 0.0 for step in steps] for rank in ranks], _GRID_COLUMNS)
+    longest = [max(column) or 1.0 for column in zip(*rows, strict=True)]
+    colours = [[of_one(value / most) for value, most in zip(row, longest, strict=True)] for row in rows]
+    named = [(f"rank {rank}", row) for rank, row in zip(ranks, rows, strict=True)]
+    parts = texts.number
+    table = Table(
+        "Waited seconds over the run, by rank",
+        ("rank", "first third", "second third", "last third"),
+        tuple(
+            (name, *(parts(sum(third)) for third in _thirds([v or 0.0 for v in by_rank[rank].values()])))
+            for rank, (name, _) in zip(ranks, named, strict=True)
+        ),
+    )
+    made = grid(
+        "grid-waits",
+        "Who waits when",
+        "A row for each rank, steps from left to right. Strong: none waits longer there. Weak: the others wait for it.",
+        named,
+        colours,
+        x_ticks=step_ticks(step_scale(steps)),
+        legend=("is waited for", "waits longest"),
+        table=table,
+        note=left_out(len(found.by_step), "ranks", 64),
+    )
+    return [Block("grid", made)]
+
+
+def _thirds(values: Sequence[float]) -> list[Sequence[float]]:
+    edges = [at * len(values) // 3 for at in range(4)]
+    return [values[begin:end] for begin, end in itertools.pairwise(edges)]
+
+
+def _of_plan(peak: float, plan: float | None) -> str:
+    return texts.share(peak / plan) if plan else texts.UNKNOWN
+
+
+def _part(value: float, of: float) -> str:
+    return texts.share(value / of) if of > 0 else texts.UNKNOWN

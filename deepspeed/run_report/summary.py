@@ -1,0 +1,266 @@
+"""The run in a few values, and the sentences about what stands out in it. Pure.
+
+Called by `sections` and `top`. Does not live here: curves and tables (`facts`).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from deepspeed.common.wording import some
+from deepspeed.run_report import facts, texts
+from deepspeed.run_report.reading import Run
+from deepspeed.run_report.records import Schedule, Step
+
+__all__ = ["Finding", "Summary", "findings", "short", "summarise"]
+
+Level = Literal["bad", "watch", "note"]
+State = Literal["done", "failed", "open"]
+
+_SLOWER = 0.8  # of the fastest part's throughput
+_HOT, _COLD = 3.0, 0.1  # times the even share of tokens
+_OVER_PLAN = 1.05
+_BUBBLE = 0.3
+_IN_COLLECTIVES = 0.3
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What one wants to know first. None: not known."""
+
+    state: State
+    cause: str | None
+    """The error's text where `state` is `failed`."""
+    begin: float
+    end: float
+    """When the last record was written."""
+    model: str | None
+    parameters: int | None
+    world_size: int
+    hosts: tuple[str, ...]
+    device: str | None
+    mesh: dict[str, int]
+    version: str | None
+    attempts: int
+    first_step: int | None
+    last_step: int | None
+    redone: int
+    first_loss: float | None
+    loss: float | None
+    """The last one known."""
+    lr: float | None
+    skipped: int | None
+    step_seconds: float | None
+    samples_per_second: float | None
+    mfu: float | None
+    """These three: medians over reported steps."""
+    peak_nbytes: float | None
+    plan_nbytes: float | None
+
+    @property
+    def seconds(self) -> float:
+        """From the first record to the last."""
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that a person should see; worst level first: bad, watch, note."""
+
+    level: Level
+    text: str
+    section: str = ""
+    """The section of the page that shows it."""
+
+
+def summarise(run: Run) -> Summary:
+    """The run in a few values."""
+    told, memory = facts.steps(run), facts.memory(run)
+    last = run.attempts[-1]
+    first = last.first
+    losses = [step.loss for step in told.kept if step.loss is not None]
+    rates = [step.lr for step in told.kept if step.lr]
+    state, cause = _state(run)
+    starts = [start for attempt in run.attempts for start in attempt.starts.values()]
+    return Summary(
+        state=state,
+        cause=cause,
+        begin=min(attempt.begin for attempt in run.attempts),
+        end=max(attempt.end for attempt in run.attempts),
+        model=first.model if first else None,
+        parameters=first.parameters if first else None,
+        world_size=last.world_size,
+        hosts=tuple(sorted({start.host for start in starts if start.host})),
+        device=first.device if first else None,
+        mesh=dict(first.mesh or {}) if first else {},
+        version=first.version if first else None,
+        attempts=len(run.attempts),
+        first_step=told.kept[0].step if told.kept else None,
+        last_step=told.kept[-1].step if told.kept else None,
+        redone=len(told.redone),
+        first_loss=losses[0] if losses else None,
+        loss=losses[-1] if losses else None,
+        lr=rates[-1][0] if rates else None,
+        skipped=max((step.skipped for step in told.kept if step.skipped is not None), default=None),
+        step_seconds=_median(step.seconds for step in told.kept),
+        samples_per_second=_median(step.samples_per_second for step in told.kept),
+        mfu=_median(step.mfu for step in told.kept),
+        peak_nbytes=max(memory.peaks.values(), default=None),
+        plan_nbytes=memory.plan,
+    )
+
+
+def findings(run: Run, now: float) -> list[Finding]:
+    """What stands out, the worst first.
+
+    Args:
+        run: what was read.
+        now: seconds of the Unix clock, which a run without an end is compared with.
+    """
+    summary = summarise(run)
+    found = [*_of_ends(run, summary, now), *_of_ranks(run), *_of_training(run, summary), *_of_memory(summary)]
+    found += [*_of_waits(run), *_of_experts(run), *_of_pipeline(run), *_of_log(run)]
+    return sorted(found, key=lambda each: ("bad", "watch", "note").index(each.level))
+
+
+def _state(run: Run) -> tuple[State, str | None]:
+    """How the last attempt ended, by its lowest rank with an error, else by its lowest rank."""
+    ends = run.attempts[-1].ends
+    causes = [end.cause for _, end in sorted(ends.items()) if end.cause not in (None, "done")]
+    if causes:
+        return "failed", causes[0]
+    return ("done" if ends else "open"), None
+
+
+def _of_ends(run: Run, summary: Summary, now: float) -> Iterable[Finding]:
+    if summary.state == "failed":
+        causes: dict[str, list[int]] = {}
+        for rank, end in run.attempts[-1].ends.items():
+            if end.cause not in (None, "done"):
+                causes.setdefault(str(end.cause), []).append(rank)
+        for cause, ranks in causes.items():
+            yield Finding("bad", f"{_ranks(ranks)} failed: {short(cause)}", "restarts")
+    elif summary.state == "open":
+        age = max(0.0, now - summary.end)
+        yield Finding(
+            "watch",
+            f"No end is recorded: the run goes on or was killed. Its last record is {texts.duration(age)} old.",
+            "restarts",
+        )
+    if summary.attempts > 1:
+        lost = f"; {summary.redone} reported step(s) were computed again" if summary.redone else ""
+        yield Finding("watch", f"The run was started {summary.attempts} times{lost}.", "restarts")
+
+
+def _of_ranks(run: Run) -> Iterable[Finding]:
+    missing = run.attempts[-1].missing_ranks
+    if missing:
+        of = run.attempts[-1].world_size
+        yield Finding("watch", f"{_ranks(missing)} of {of} left no record; what is said of ranks leaves them out.", "ranks")
+
+
+def _of_training(run: Run, summary: Summary) -> Iterable[Finding]:
+    kept = facts.steps(run).kept
+    losses = [step.loss for step in kept]
+    if any(loss is not None for loss in losses) and None in losses:
+        blanks = [step.step for step in kept if step.loss is None]
+        yield Finding(
+            "bad", f"{len(blanks)} reported step(s) have no finite loss, the first is step {blanks[0]}.", "training"
+        )
+    if summary.skipped and summary.last_step:
+        part = summary.skipped / summary.last_step
+        level: Level = "watch" if part > 0.02 else "note"
+        yield Finding(
+            level, f"{summary.skipped} step(s) were skipped ({texts.share(part)}): gradients overflowed.", "precision"
+        )
+    yield from _of_throughput(kept)
+
+
+def _of_throughput(kept: tuple[Step, ...]) -> Iterable[Finding]:
+    """Compare the last fifth with the fastest fifth."""
+    rates = [step.samples_per_second for step in kept if step.samples_per_second is not None]
+    part = len(rates) // 5
+    if part < 3:
+        return
+    fifths = [statistics.median(rates[at : at + part]) for at in range(0, 5 * part, part)]
+    if fifths[-1] < _SLOWER * max(fifths):
+        slower = texts.share(1 - fifths[-1] / max(fifths))
+        yield Finding("watch", f"Throughput fell: the last fifth of the run is {slower} slower than its best.", "speed")
+
+
+def _of_memory(summary: Summary) -> Iterable[Finding]:
+    peak, plan = summary.peak_nbytes, summary.plan_nbytes
+    if peak is not None and plan and peak > _OVER_PLAN * plan:
+        yield Finding(
+            "note",
+            f"The fullest rank held {texts.nbytes(peak)}, the plan says {texts.nbytes(plan)} without what it leaves out.",
+            "memory",
+        )
+
+
+def _of_waits(run: Run) -> Iterable[Finding]:
+    waits = facts.waits(run)
+    if waits.straggler is not None:
+        part = texts.share(waits.lost_seconds / waits.covered_seconds) if waits.covered_seconds else "much"
+        yield Finding(
+            "watch",
+            f"Rank {waits.straggler} keeps the others waiting: they stood {texts.duration(waits.lost_seconds)} longer in "
+            f"collectives than it did, {part} of the time.",
+            "waits",
+        )
+
+
+def _of_experts(run: Run) -> Iterable[Finding]:
+    records = facts.experts(run)
+    for name, shares in (records[-1].layers if records else {}).items():
+        known = [share * len(shares) for share in shares if share is not None]
+        if known and max(known) > _HOT:
+            idle = sum(1 for load in known if load < _COLD)
+            also = f"; {idle} of {len(known)} experts are almost idle" if idle else ""
+            yield Finding(
+                "watch", f"{name}: one expert gets {max(known):.1f} times its even share of tokens{also}.", "experts"
+            )
+
+
+def _of_pipeline(run: Run) -> Iterable[Finding]:
+    schedules = run.told_by_one(Schedule)
+    bubble = schedules[-1].bubble if schedules else None
+    if bubble is not None and bubble > _BUBBLE:
+        yield Finding(
+            "note",
+            f"Pipeline stages stand idle for {texts.share(bubble)} of a batch: more micro-batches lower that.",
+            "pipeline",
+        )
+    covered = facts.waits(run).covered_seconds
+    seconds = sum(each.seconds for each in facts.operations(run))
+    if covered and seconds > _IN_COLLECTIVES * covered:
+        yield Finding("note", f"A rank spends {texts.share(seconds / covered)} of its time in collectives.", "communication")
+
+
+def _of_log(run: Run) -> Iterable[Finding]:
+    if run.unread:
+        first = run.unread[0]
+        yield Finding(
+            "watch",
+            f"{len(run.unread)} line(s) of the log could not be read, the first is line {first.line} of {first.file}.",
+            "log",
+        )
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    listed = sorted(ranks)
+    return ("Rank " if len(listed) == 1 else "Ranks ") + some([str(rank) for rank in listed], 8)
+
+
+def short(text: str) -> str:
+    """The last line with text: of a traceback that is the error itself."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "without a text"
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None

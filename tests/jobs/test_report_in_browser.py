@@ -1,0 +1,236 @@
+"""The report's page in a real browser: light and dark, desktop and phone; by keyboard, without scripts, and to axe-core.
+
+Chromium comes from the system (Debian: apt-get install chromium), Playwright steers it. axe-core is the rule engine that
+accessibility audits use; of its findings none may be left.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed.run_report import read_run
+from deepspeed.run_report.page import render
+from tests.support import run_logs
+from tests.support.run_logs import BEGIN, end, rank_step, start, step, write
+
+_BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+_ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]  # CI runs as root, where there is no sandbox
+_WIDTHS = {"desktop": (1280, 900), "phone": (390, 844), "narrow": (320, 640)}
+_EVIL = "<script>alert('x')</script><img src=x onerror=alert(1)>"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    path = next(filter(None, map(shutil.which, _BROWSERS)), None)
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        sync_playwright = None
+    if path is None or sync_playwright is None:
+        what = "no browser is installed: apt-get install chromium" if path is None else "pip install playwright"
+        if os.environ.get("CI"):  # .ci/run installs both
+            pytest.fail(what)
+        pytest.skip(what)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=_ARGUMENTS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _written(run_logs.whole(tmp_path_factory.mktemp("run") / "gpt-moe", steps=400))
+
+
+def _written(folder: Path) -> Path:
+    run = read_run(folder)
+    path = folder / "report.html"
+    path.write_text(render(run, run.attempts[-1].end + 30), encoding="utf-8")
+    return path
+
+
+_CONTRASTS = """() => {
+    const canvas = document.createElement('canvas').getContext('2d');
+    const luminance = (colour) => {
+        canvas.fillStyle = colour;
+        canvas.fillRect(0, 0, 1, 1);
+        const [r, g, b] = [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3).map(v => v / 255)
+            .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+    };
+    const contrast = (a, b) => (Math.max(luminance(a), luminance(b)) + 0.05) / (Math.min(luminance(a), luminance(b)) + 0.05);
+    const style = getComputedStyle(document.documentElement);
+    return [...Array(8).keys()].map(at => contrast(style.getPropertyValue('--s' + at), style.getPropertyValue('--panel')));
+}"""
+
+
+class _Visit:
+    """A page that was opened, with what it complained about and asked for."""
+
+    def __init__(self, browser: Any, path: Path, width: str = "desktop", scheme: str = "light", **more: Any) -> None:
+        size = dict(zip(("width", "height"), _WIDTHS[width], strict=True))
+        self._context = browser.new_context(viewport=size, color_scheme=scheme, reduced_motion="reduce", **more)
+        self.page = self._context.new_page()
+        self.complaints: list[str] = []
+        self.requests: list[str] = []
+        self.page.on("console", lambda message: self.complaints.append(f"{message.type}: {message.text}"))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("dialog", lambda dialog: (self.complaints.append(f"dialog {dialog.message}"), dialog.dismiss()))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.goto(path.as_uri())
+
+    def __enter__(self) -> _Visit:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._context.close()
+
+    def open_all(self) -> None:
+        self.page.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true; })")
+
+    def overflow(self) -> int:
+        return int(self.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth"))
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", list(_WIDTHS))
+def test_the_page_is_quiet_fits_its_window_and_passes_axe(browser: Any, whole: Path, width: str, scheme: str) -> None:
+    from axe_playwright_python.sync_playwright import Axe
+
+    with _Visit(browser, whole, width, scheme) as visit:
+        assert visit.overflow() == 0
+        visit.open_all()
+        assert visit.overflow() == 0
+        found = Axe().run(visit.page).response
+        told = [
+            (each["id"], [node["target"] for node in each["nodes"]][:5], each["nodes"][0]["failureSummary"])
+            for each in found["violations"]
+        ]
+        assert told == []
+        assert len(found["passes"]) > 20  # it did look
+        assert visit.complaints == []
+        assert visit.requests == [whole.as_uri()]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_lines_areas_and_bars_stand_out_from_their_ground(browser: Any, whole: Path, scheme: str) -> None:
+    """WCAG 2.2, 1.4.11: 3 to 1 for graphics, which axe does not measure."""
+    with _Visit(browser, whole, scheme=scheme) as visit:
+        ratios = visit.page.evaluate(_CONTRASTS)
+        assert len(ratios) == 8
+        assert min(ratios) >= 3
+        strokes = visit.page.evaluate(
+            "new Set([...document.querySelectorAll('.plot path.line')].map(e => getComputedStyle(e).stroke)).size"
+        )
+        assert strokes >= 4
+
+
+def test_charts_are_read_by_arrow_keys(browser: Any, tmp_path: Path) -> None:
+    losses = [4.0, 3.0, 2.5, 1.0]
+    records = [step(at, BEGIN + at, loss=loss) for at, loss in enumerate(losses, start=10)]
+    path = _written(write(tmp_path, {0: [start(0, world_size=1), *records, end(13, BEGIN + 14)]}))
+    with _Visit(browser, path) as visit:
+        slider = visit.page.get_by_role("slider", name="Loss: values by step")
+        slider.focus()
+        tip = visit.page.locator("#chart-loss .tip")
+        told = []
+        for key in ("End", "ArrowLeft", "ArrowLeft", "Home", "ArrowRight", "PageUp"):
+            visit.page.keyboard.press(key)
+            assert tip.is_visible()
+            told.append((slider.get_attribute("aria-valuenow"), slider.get_attribute("aria-valuetext")))
+        assert told == [
+            ("13", "step 13: loss 1"),
+            ("12", "step 12: loss 2.5"),
+            ("11", "step 11: loss 3"),
+            ("10", "step 10: loss 4"),
+            ("11", "step 11: loss 3"),
+            ("12", "step 12: loss 2.5"),
+        ]
+        visit.page.keyboard.press("Tab")
+        assert not tip.is_visible()
+        assert visit.complaints == []
+
+
+def test_pointing_at_a_chart_tells_its_values(browser: Any, whole: Path) -> None:
+    with _Visit(browser, whole) as visit:
+        box = visit.page.locator("#chart-phases .plot").bounding_box()
+        visit.page.locator("#chart-phases").scroll_into_view_if_needed()
+        box = visit.page.locator("#chart-phases .plot").bounding_box()
+        visit.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+        told = visit.page.locator("#chart-phases .tip").inner_text()
+        assert "step 20" in told  # the middle of 400
+        for phase in ("forward", "backward", "backward_allreduce", "step"):
+            assert f"{phase}: " in told
+        (milliseconds,) = [float(line.split()[1]) for line in told.splitlines() if line.startswith("forward:")]
+        assert 70 < milliseconds < 100  # 0.3 of 250 to 320 ms
+
+
+def test_the_keyboard_reaches_everything_in_order_and_shows_where_it_is(browser: Any, whole: Path) -> None:
+    with _Visit(browser, whole, "phone") as visit:
+        page = visit.page
+        page.keyboard.press("Tab")
+        assert page.evaluate("document.activeElement.textContent") == "Skip to the report"
+        assert page.evaluate("document.activeElement.getBoundingClientRect().top") >= 0
+        page.keyboard.press("Enter")
+        assert page.evaluate("document.activeElement.id") == "main"
+        page.reload()
+        stops = page.evaluate(
+            "[...document.querySelectorAll('a[href], summary, [tabindex=\"0\"]')].filter(e => e.checkVisibility()).length"
+        )
+        tops, outlines = [], []
+        for _ in range(stops):
+            page.keyboard.press("Tab")
+            tops.append(page.evaluate("document.activeElement.getBoundingClientRect().top + scrollY"))
+            outlines.append(page.evaluate("getComputedStyle(document.activeElement).outlineStyle"))
+        assert set(outlines) == {"solid"}
+        last = page.evaluate(
+            "[...document.querySelectorAll('summary')].filter(e => e.checkVisibility()).pop() === document.activeElement"
+        )
+        assert last
+        assert stops > 40
+        page.keyboard.press("Enter")
+        assert page.evaluate("document.activeElement.parentElement.open")
+
+
+def test_without_scripts_charts_and_numbers_are_there(browser: Any, whole: Path) -> None:
+    with _Visit(browser, whole, java_script_enabled=False) as visit:
+        assert visit.page.locator("#chart-loss path.line").count() == 3  # kept, given up, evaluation
+        visit.page.locator("#chart-loss summary").click()
+        assert visit.page.locator("#chart-loss table tbody tr").count() == 21
+        assert visit.page.get_by_role("slider").count() == 0
+
+
+def test_texts_of_a_log_stay_texts(browser: Any, tmp_path: Path) -> None:
+    records = [
+        start(0, model=_EVIL, host=_EVIL, device=_EVIL, config={_EVIL: _EVIL}, world_size=1),
+        *(step(at, BEGIN + at, more={f"loss {_EVIL}": 1.0}) for at in (1, 2)),
+        rank_step(2, BEGIN, phases={_EVIL: 1.0}),
+        end(2, BEGIN + 2, _EVIL),
+    ]
+    path = _written(write(tmp_path / "x", {0: records}))
+    with _Visit(browser, path) as visit:
+        visit.open_all()
+        for slider in visit.page.get_by_role("slider").all():
+            slider.focus()
+        assert visit.page.locator("img").count() == 0
+        assert visit.complaints == []
+        assert visit.overflow() == 0
+
+
+def test_what_an_intruder_might_write_into_the_file_cannot_run(browser: Any, whole: Path, tmp_path: Path) -> None:
+    """The policy is the second fence: markup that escaping would have to stop does nothing all the same."""
+    path = tmp_path / "changed.html"
+    path.write_text(
+        whole.read_text().replace(
+            "</main>", "<script>document.title = 'run'</script><img src='http://127.0.0.1:9/x'></main>"
+        )
+    )
+    with _Visit(browser, path) as visit:
+        assert visit.page.title() == "gpt-moe: run report"
+        assert len([each for each in visit.complaints if "Content Security Policy" in each]) == 2
