@@ -74,7 +74,10 @@ def phases(run: Run, marks: Sequence[Mark]) -> Section | Absent:
     """Where a step's time goes."""
     phases = facts.phases(run)
     if not phases.steps:
-        return Absent("Where a step's time goes", '"wall_clock_breakdown": true times forward, backward, reduction and step')
+        return Absent(
+            "Where a step's time goes",
+            "every rank writes the seconds of forward, backward, reduction and step with each reported step; none did yet",
+        )
     layers = list(phases.seconds.items())
     chart = stacked_chart(
         "chart-phases", "Time of a step by phase, mean over ranks", phases.steps, layers, texts.seconds, "seconds", marks
@@ -103,9 +106,7 @@ def communication(run: Run) -> Section | Absent:
     """Collectives by operation."""
     found = facts.operations(run)
     if not found:
-        return Absent(
-            "Communication", '"comms_logger": {"enabled": true} counts and times collectives; one rank alone has none'
-        )
+        return Absent("Communication", "every rank writes its collectives with each reported step; one rank alone has none")
     rows = [
         (
             each.name,

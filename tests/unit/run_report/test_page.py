@@ -156,8 +156,8 @@ def test_what_is_not_in_the_log_is_named_with_what_writes_it(tmp_path: Path) -> 
     assert said
     for title, cure in (
         ("Training", "run_log.every"),
-        ("Where a step&#39;s time goes", "wall_clock_breakdown"),
-        ("Communication", "comms_logger"),
+        ("Where a step&#39;s time goes", "forward, backward"),
+        ("Communication", "collectives"),
         ("Pipeline schedule", "PipelineModule"),
         ("Expert load", "MoE"),
         ("Modules", "flops_profiler"),
