@@ -96,3 +96,20 @@ def _recorded(rank: int, world_size: int) -> Any:
 
 def test_the_comms_log_has_it_as_an_all_reduce() -> None:
     assert run_ranks(_recorded, 2) == [{"all_reduce": {1024: 1}}] * 2
+
+
+def _compiled(rank: int, world_size: int) -> list[float]:
+    def scaled_sum(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        comm.all_reduce(y)
+        sums.all_reduce_now(y)
+        return y + 1
+
+    torch.compile(scaled_sum, backend="eager")(torch.ones(2))  # the compiler is loaded, and the function traced
+    comm.barrier()
+    whole: list[float] = torch.compile(scaled_sum, backend="aot_eager")(torch.full((2,), float(rank + 1))).tolist()
+    return whole
+
+
+def test_collectives_inside_a_compiled_function_run_as_they_are() -> None:
+    assert run_ranks(_compiled, 2) == [[13.0, 13.0]] * 2
