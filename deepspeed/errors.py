@@ -92,5 +92,9 @@ class LaunchError(DeepSpeedError, RuntimeError):
     """The launcher cannot start the job as asked."""
 
 
+class MonitorError(DeepSpeedError, RuntimeError):
+    """What a monitor needs besides its package cannot be had, such as a free port."""
+
+
 class MissingPackageError(DeepSpeedError, ImportError):
     """An optional package is needed; the text holds the install command."""

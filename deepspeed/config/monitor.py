@@ -1,6 +1,6 @@
-"""Blocks that say where metrics go: `tensorboard`, `csv_monitor`, `wandb`, `comet`; and `run_log`.
+"""Blocks for metrics: `tensorboard`, `csv_monitor`, `wandb`, `comet`, `mlflow`, `aim`, `prometheus`; and `run_log`.
 
-Each of the first four may stand at the top level or inside a block `monitor_config`. Lives here: keys and defaults. Does not
+Each but the last may stand at the top level or inside a block `monitor_config`. Lives here: keys and defaults. Does not
 live here: the writers (`monitor`, `run_log`).
 """
 
@@ -11,9 +11,18 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from deepspeed.config.base import ConfigModel
-from deepspeed.config.values import LowerCase, PositiveWhole
+from deepspeed.config.values import LowerCase, Port, PositiveWhole
 
-__all__ = ["CometConfig", "CsvMonitorConfig", "RunLogConfig", "TensorBoardConfig", "WandbConfig"]
+__all__ = [
+    "AimConfig",
+    "CometConfig",
+    "CsvMonitorConfig",
+    "MlflowConfig",
+    "PrometheusConfig",
+    "RunLogConfig",
+    "TensorBoardConfig",
+    "WandbConfig",
+]
 
 
 class TensorBoardConfig(ConfigModel):
@@ -103,3 +112,59 @@ class RunLogConfig(ConfigModel):
 
     every: PositiveWhole = 1
     """Global steps from one reported step to the next; > 0. The first rank's value counts for all."""
+
+
+class MlflowConfig(ConfigModel):
+    """`mlflow`: a run of an MLflow tracking store, from rank 0. Ours."""
+
+    enabled: bool = False
+    """Log there."""
+
+    tracking_uri: str | None = None
+    """A server, such as `https://host:5000`, or a database, such as `sqlite:///runs.db`. Left out: MLflow's own setting, the
+    variable MLFLOW_TRACKING_URI, else a file in the working directory."""
+
+    experiment: str = "deepspeed"
+    """Experiment; made when there is none of that name."""
+
+    run_name: str | None = None
+    """Name shown for the run; left out: MLflow makes one up."""
+
+    run_id: str | None = None
+    """Run to continue; `experiment` does not count then."""
+
+    tags: dict[str, str] = Field(default_factory=dict)
+    """Tags of the run, name to text."""
+
+
+class AimConfig(ConfigModel):
+    """`aim`: a run in an Aim repository, from rank 0. Ours."""
+
+    enabled: bool = False
+    """Log there."""
+
+    repo: str | None = None
+    """Directory that holds the repository, or `aim://host:port`. Left out: Aim's own setting, else the working directory."""
+
+    experiment: str = "deepspeed"
+    """Experiment."""
+
+    run_hash: str | None = None
+    """Run to continue."""
+
+
+class PrometheusConfig(ConfigModel):
+    """`prometheus`: an HTTP endpoint on rank 0 that a Prometheus server fetches the newest values from. Ours."""
+
+    enabled: bool = False
+    """Listen, from `deepspeed.initialize` to the engine's `destroy()`."""
+
+    host: str = "127.0.0.1"
+    """Address to listen at. The default is reached from rank 0's host alone; `0.0.0.0` by whoever reaches the host: there is
+    neither password nor encryption."""
+
+    port: Port = 0
+    """Port; 0: a free one, which is logged."""
+
+    job_name: str = "DeepSpeedJobName"
+    """Value of the label `job`."""

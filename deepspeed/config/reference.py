@@ -33,8 +33,9 @@ is null or a block. Whole numbers may be written as `5e8` or `"2"`.
 `scheduler.params` have none: there a client (the Hugging Face Trainer, Accelerate) fills the value in, and a left-over
 `"auto"` is refused.
 
-Blocks `tensorboard`, `csv_monitor`, `wandb` and `comet` may also stand inside a block `monitor_config`. `zero_optimization`
-may be `true`, an old spelling of stage 1. `optimizer.params.max_grad_norm` is an old spelling of `gradient_clipping`.
+The blocks of monitors (`tensorboard`, `csv_monitor`, `wandb`, `comet`, `mlflow`, `aim`, `prometheus`) may also stand inside
+a block `monitor_config`. `zero_optimization` may be `true`, an old spelling of stage 1. `optimizer.params.max_grad_norm` is
+an old spelling of `gradient_clipping`.
 
 A key that is marked "not built yet" is checked like all others, and asking for its feature is an error.
 

@@ -47,7 +47,16 @@ if TYPE_CHECKING:
         ProgressiveLayerDropConfig,
         SparseAttentionConfig,
     )
-    from deepspeed.config.monitor import CometConfig, CsvMonitorConfig, RunLogConfig, TensorBoardConfig, WandbConfig
+    from deepspeed.config.monitor import (
+        AimConfig,
+        CometConfig,
+        CsvMonitorConfig,
+        MlflowConfig,
+        PrometheusConfig,
+        RunLogConfig,
+        TensorBoardConfig,
+        WandbConfig,
+    )
     from deepspeed.config.observe import AutotuningConfig, CommsLoggerConfig, FlopsProfilerConfig, TimersConfig
     from deepspeed.config.optimizer import OptimizerConfig
     from deepspeed.config.parallel import ExpertParallelConfig, PipelineConfig, TensorParallelConfig
@@ -57,7 +66,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BLOCK_SPELLINGS", "CROSS_CHECKS", "MONITORS", "DeepSpeedConfig", "Mesh", "ParallelUnit"]
 
-MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
+MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet", "mlflow", "aim", "prometheus")
 BLOCK_SPELLINGS = {"bfloat16": "bf16", "data_states": "datastates_ckpt"}
 
 
@@ -117,6 +126,9 @@ class DeepSpeedConfig(TopLevel):
     csv_monitor: ClassVar[Block[CsvMonitorConfig]] = Block("monitor:CsvMonitorConfig")
     wandb: ClassVar[Block[WandbConfig]] = Block("monitor:WandbConfig")
     comet: ClassVar[Block[CometConfig]] = Block("monitor:CometConfig")
+    mlflow: ClassVar[Block[MlflowConfig]] = Block("monitor:MlflowConfig")
+    aim: ClassVar[Block[AimConfig]] = Block("monitor:AimConfig")
+    prometheus: ClassVar[Block[PrometheusConfig]] = Block("monitor:PrometheusConfig")
     run_log: ClassVar[Block[RunLogConfig]] = Block("monitor:RunLogConfig")
     comms_logger: ClassVar[Block[CommsLoggerConfig]] = Block("observe:CommsLoggerConfig")
     flops_profiler: ClassVar[Block[FlopsProfilerConfig]] = Block("observe:FlopsProfilerConfig")

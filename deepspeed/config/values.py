@@ -31,6 +31,7 @@ __all__ = [
     "NonNegativeWhole",
     "Number",
     "PerGroup",
+    "Port",
     "PositiveNumber",
     "PositiveWhole",
     "RoundedDown",
@@ -147,6 +148,7 @@ Whole = Annotated[int, BeforeValidator(_whole)]
 PositiveWhole = Annotated[int, Field(gt=0), BeforeValidator(_whole)]
 ZeroStage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_whole)]
 NonNegativeWhole = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
+Port = Annotated[int, Field(ge=0, le=65535), BeforeValidator(_whole)]
 RoundedDown = Annotated[int, Field(ge=0), BeforeValidator(_whole), BeforeValidator(_rounded_down)]
 Cadence = Annotated[Annotated[int, Field(gt=0)] | None, BeforeValidator(_cadence)]
 

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.memory import MemoryTable
 from deepspeed.common.logging import get_logger
@@ -52,13 +53,13 @@ from deepspeed.engine.tensor_parts import TensorParts, refuse_for_parts
 from deepspeed.engine.terms import Terms
 from deepspeed.engine.tiers import optimizer_tier
 from deepspeed.engine.training import build_training
-from deepspeed.errors import ArgumentError, UnbuiltFeatureError
+from deepspeed.errors import ArgumentError, MonitorError, UnbuiltFeatureError
 from deepspeed.monitor import MonitorMaster
 from deepspeed.offload.heap import give_back_freed
 from deepspeed.ops.host_products import fast_products, may_pay
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.precision.policy import DtypePolicy, cast_module, keep_batch_norm_exact
-from deepspeed.topology.mesh import ParallelMesh
+from deepspeed.topology.mesh import AxisGroup, ParallelMesh
 from deepspeed.zero.coordinator import ParameterCoordinator, build_coordinator
 from deepspeed.zero.external import attach_external_tables
 from deepspeed.zero.flat import owner_of, release_owner
@@ -267,7 +268,7 @@ def _report(request: EngineRequest, terms: Terms) -> StepReport:
     cadence = Cadence.of(request.config).of_first(request.mesh.world, terms.device)
     return StepReport(
         request.config,
-        MonitorMaster(request.config),
+        _monitor(request.config, request.mesh.world, terms.device),
         request.mesh.zero_group,
         batch_size=terms.batch.train,
         synchronize=get_accelerator().synchronize,
@@ -276,6 +277,28 @@ def _report(request: EngineRequest, terms: Terms) -> StepReport:
         cadence=cadence,
         log=open_log(request, cadence, terms),
     )
+
+
+def _monitor(config: DeepSpeedConfig, world: AxisGroup, device: torch.device) -> MonitorMaster:
+    """Start the monitors. When the first rank's cannot start, all ranks raise. Collective over `world`: one broadcast."""
+    monitor: MonitorMaster | None = None
+    own: Exception | None = None
+    try:
+        monitor = MonitorMaster(config)
+    except Exception as error:  # whatever a package raises: it is raised again below, when the others know
+        own = error
+    if world.size > 1:
+        has_failed = torch.tensor([float(own is not None)], device=device)
+        comm.broadcast(has_failed, src=world.ranks[0], group=world.group)
+        if has_failed.item() and world.rank > 0:
+            raise MonitorError(
+                f"rank {world.ranks[world.rank]}: a monitor could not start on rank {world.ranks[0]}, which has them all. "
+                "Its own error says why, and what to do."
+            )
+    if own is not None:
+        raise own
+    assert monitor is not None  # there was no error
+    return monitor
 
 
 def _loader(request: EngineRequest, report: StepReport) -> Any:

@@ -20,6 +20,7 @@ from deepspeed import comm
 from deepspeed.common.logging import log_dist
 from deepspeed.common.texts import aligned
 from deepspeed.common.timing import NullTimers, ThroughputTimer, Timers
+from deepspeed.config.root import MONITORS
 from deepspeed.engine.expert_report import ExpertReport
 from deepspeed.engine.step_log import NullStepLog, StepLogger
 from deepspeed.engine.step_summary import StepSummary
@@ -55,12 +56,11 @@ class Cadence(NamedTuple):
     def of(cls, config: DeepSpeedConfig) -> Cadence:
         """What this rank's config asks for."""
         every = config.steps_per_print
-        blocks = (config.tensorboard, config.wandb, config.csv_monitor, config.comet)
         is_finite = every is not None and math.isfinite(every)
         profiler = config.flops_profiler
         return cls(
             int(every) if every is not None and is_finite else 0,
-            any(block.enabled for block in blocks),
+            any(getattr(config, name).enabled for name in MONITORS),
             profiler.profile_step if profiler.enabled else -1,
             config.run_log.every if config.run_log.enabled else 0,
         )

@@ -163,7 +163,7 @@ def _imported(folder: Path) -> set[str]:
 def test_every_declared_dependency_is_imported_and_every_import_declared() -> None:
     tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    extras = ("tensorboard", "wandb", "comet", "transformers", "plot", "report")
+    extras = ("tensorboard", "wandb", "comet", "mlflow", "aim", "prometheus", "transformers", "plot", "report")
     always = _names(project["dependencies"])
     optional = {name for extra in extras for name in _names(project["optional-dependencies"][extra])}
     imported = _imported(REPOSITORY / "deepspeed")

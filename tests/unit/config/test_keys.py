@@ -243,6 +243,26 @@ BLOCKS: dict[str, dict[str, tuple[Any, list[Any]]]] = {
         "online": (None, [True, False]),
         "mode": (None, ["get", "create", "get_or_create"]),
     },
+    "mlflow": {
+        "enabled": (False, [True]),
+        "tracking_uri": (None, ["sqlite:///runs.db"]),
+        "experiment": ("deepspeed", ["e"]),
+        "run_name": (None, ["n"]),
+        "run_id": (None, ["i"]),
+        "tags": ({}, [{"host": "here"}]),
+    },
+    "aim": {
+        "enabled": (False, [True]),
+        "repo": (None, ["r"]),
+        "experiment": ("deepspeed", ["e"]),
+        "run_hash": (None, ["h"]),
+    },
+    "prometheus": {
+        "enabled": (False, [True]),
+        "host": ("127.0.0.1", ["0.0.0.0"]),
+        "port": (0, [9400, "9400"]),
+        "job_name": ("DeepSpeedJobName", ["j"]),
+    },
     "checkpoint": {
         "async_save": (False, [True]),
         "tag_validation": ("Warn", ["Ignore", "Warn", "Fail"]),

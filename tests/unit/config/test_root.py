@@ -383,6 +383,8 @@ def test_monitors_may_stand_at_the_top_or_in_a_block() -> None:
     for places in ({"csv_monitor": {"job_name": "j"}}, {"monitor_config": {"csv_monitor": {"job_name": "j"}}}):
         assert build(**places).csv_monitor.job_name == "j"
     assert "block of keys" in refusal(monitor_config=3)
+    assert build(monitor_config={"prometheus": {"port": 9400}}).prometheus.port == 9400
+    assert "prometheus.port = 65536" in refusal(prometheus={"port": 65536})
 
 
 def test_deprecated_keys_are_moved() -> None:

@@ -29,3 +29,9 @@ def test_the_key_is_hidden_at_every_level_and_the_original_keeps_it() -> None:
     assert shown["comet"] == {"enabled": True, "api_key": "(hidden)"}
     assert shown["monitor_config"]["comet"]["api_key"] is None
     assert given == before
+
+
+def test_what_stands_before_the_host_in_an_address_is_hidden() -> None:
+    given = {"mlflow": {"tracking_uri": "https://me:s3cret@host:5000/x"}, "a": ["http://t0ken@host", "sqlite:///a@b.db"]}
+    shown = {"mlflow": {"tracking_uri": "https://(hidden)@host:5000/x"}, "a": ["http://(hidden)@host", "sqlite:///a@b.db"]}
+    assert without_secrets(given) == shown

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from deepspeed import comm
-from deepspeed.config.monitor import CometConfig, CsvMonitorConfig, TensorBoardConfig, WandbConfig
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.errors import MonitorError
 from deepspeed.monitor import MonitorMaster, TensorBoardMonitor, csvMonitor
 
 
-def config(folder: Path, *enabled: str) -> Any:
-    return SimpleNamespace(
-        tensorboard=TensorBoardConfig(enabled="tensorboard" in enabled, output_path=str(folder), job_name="tb"),
-        csv_monitor=CsvMonitorConfig(enabled="csv_monitor" in enabled, output_path=str(folder), job_name="csv"),
-        wandb=WandbConfig(),
-        comet=CometConfig(),
-    )
+def config(folder: Path, **blocks: Any) -> DeepSpeedConfig:
+    files = {name: {"enabled": True, "output_path": str(folder), "job_name": job} for name, job in blocks.items()}
+    return DeepSpeedConfig({"train_batch_size": 1, **files})
 
 
 def test_every_enabled_writer_gets_every_event(tmp_path: Path) -> None:
-    monitor = MonitorMaster(config(tmp_path, "tensorboard", "csv_monitor"))
+    monitor = MonitorMaster(config(tmp_path, tensorboard="tb", csv_monitor="csv"))
     assert [type(writer) for writer in monitor.writers] == [TensorBoardMonitor, csvMonitor]
     monitor.write_events([("lr", 0.5, 8)])
     monitor.close()
+    monitor.write_events([("lr", 0.5, 16)])  # after the end: nowhere
     assert (tmp_path / "csv" / "lr.csv").read_text().split() == ["step,lr", "8,0.5"]
     assert list((tmp_path / "tb").glob("events.out.tfevents.*"))
 
@@ -42,8 +40,43 @@ def test_nothing_enabled_writes_nothing(tmp_path: Path) -> None:
 def test_other_ranks_are_enabled_but_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comm, "is_initialized", lambda: True)
     monkeypatch.setattr(comm, "get_rank", lambda: 1)
-    monitor = MonitorMaster(config(tmp_path, "csv_monitor"))
+    monitor = MonitorMaster(config(tmp_path, csv_monitor="csv"))
     monitor.write_events([("lr", 0.5, 8)])
     assert monitor.enabled
     assert monitor.writers == ()
     assert list(tmp_path.iterdir()) == []
+
+
+class Closing:
+    """A writer that notes its end, which may fail."""
+
+    def __init__(self, name: str, closed: list[str], *, fails: bool = False) -> None:
+        self.name, self.closed, self.fails = name, closed, fails
+
+    def write_events(self, event_list: Any) -> None:
+        """No events come here."""
+
+    def close(self) -> None:
+        self.closed.append(self.name)
+        if self.fails:
+            raise OSError(self.name)
+
+
+def test_a_writer_that_cannot_close_keeps_no_other_open(tmp_path: Path) -> None:
+    monitor, closed = MonitorMaster(config(tmp_path)), list[str]()
+    monitor.writers = tuple(Closing(name, closed, fails=name == "b") for name in ("a", "b", "c"))
+    with pytest.raises(OSError, match="b"):
+        monitor.close()
+    assert sorted(closed) == ["a", "b", "c"]
+
+
+def test_a_writer_that_cannot_start_leaves_no_other_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("prometheus_client", reason="the extra 'prometheus' is not installed")
+    closed = list[str]()
+    monkeypatch.setattr(csvMonitor, "close", lambda self: closed.append("csv"))
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        blocks = {"csv_monitor": {"enabled": True}, "prometheus": {"enabled": True, "port": other.getsockname()[1]}}
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(MonitorError, match="cannot listen there"):
+            MonitorMaster(DeepSpeedConfig({"train_batch_size": 1, **blocks}))
+    assert closed == ["csv"]

@@ -1,0 +1,41 @@
+"""An offline experiment of Comet, opened."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.support.monitors import run_script
+
+
+def test_comet_offline_archives_the_points_that_were_due(tmp_path: Path) -> None:
+    pytest.importorskip("comet_ml", reason="the extra 'comet' is not installed")
+    done = run_script(
+        """
+        from deepspeed.config.monitor import CometConfig
+        from deepspeed.monitor import CometMonitor
+
+        monitor = CometMonitor(CometConfig(
+            enabled=True, online=False, project="p", experiment_name="n", samples_log_interval=20
+        ))
+        for step in range(1, 6):
+            monitor.write_events([("lr", step / 2, 10 * step), ("loss", step, 10 * step)])
+        monitor.close()
+        """,
+        tmp_path,
+        COMET_OFFLINE_DIRECTORY=str(tmp_path),
+    )
+    assert done.returncode == 0, done.stderr
+    (archive,) = tmp_path.glob("*.zip")
+    with zipfile.ZipFile(archive) as file:
+        messages = [json.loads(line) for line in file.read("messages.json").splitlines()]
+        experiment = json.loads(file.read("experiment.json"))
+    metrics = [m["payload"]["metric"] for m in messages if m["type"] == "metric_msg"]
+    for name, scale in (("lr", 0.5), ("loss", 1.0)):
+        points = [(m["step"], m["metricValue"]) for m in metrics if m["metricName"] == name]
+        assert points == [(10, scale), (30, 3 * scale), (50, 5 * scale)]
+    assert experiment["project_name"] == "p"
+    assert '"n"' in json.dumps(messages)
