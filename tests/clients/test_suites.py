@@ -65,21 +65,20 @@ def test_only_tests_that_pass_are_listed_and_a_listed_one_that_does_not_is_told(
     (tmp_path / "folder" / "made-up-1.0").mkdir(parents=True)
     arguments = ["--folder", str(tmp_path / "folder")]
 
-    assert run.main(arguments, [client], lists) == 0
-    assert not list(lists.iterdir())  # only --update writes
-    assert run.main([*arguments, "--update"], [client], lists) == 0
-    listed = (lists / "made-up-1.0.txt").read_text()
-    assert listed == "tests/test_it.py::test_good\ntests/test_it.py::test_marked\n"
-    assert "fails, unlisted: tests/test_it.py::TestSubs::test_subs" in capsys.readouterr().out
-
-    (lists / "made-up-1.0.txt").write_text(listed + "tests/test_it.py::test_bad\ntests/test_it.py::test_left_alone\n")
-    assert (
-        run.main([*arguments, "--update"], [client], lists) == 1
-    )  # failed, and skipped: both are lost, neither is taken off
+    listed = lists / "made-up-1.0.txt"
+    listed.write_text("tests/test_it.py::test_bad\ntests/test_it.py::test_left_alone\n")
+    before = listed.read_text()
+    assert run.main(arguments, [client], lists) == 1  # failed, and skipped: both are lost
+    assert listed.read_text() == before  # only --update writes
     told = capsys.readouterr().out
     assert "LOST: tests/test_it.py::test_bad" in told
     assert "LOST: tests/test_it.py::test_left_alone" in told
-    assert "test_bad" in (lists / "made-up-1.0.txt").read_text()
+    assert "new: tests/test_it.py::test_good" in told
+    assert "fails, unlisted: tests/test_it.py::TestSubs::test_subs" in told
+
+    assert run.main([*arguments, "--update"], [client], lists) == 1
+    names = ("test_bad", "test_good", "test_left_alone", "test_marked")  # neither of the lost ones is taken off
+    assert listed.read_text() == "".join(f"tests/test_it.py::{name}\n" for name in names)
 
 
 def test_a_client_none_of_whose_tests_ran_is_an_error(
