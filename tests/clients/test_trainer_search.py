@@ -13,7 +13,7 @@ from tests.support.clients import CURVE_TOLERANCE, tiny_llama
 from tests.support.ranks import run_ranks
 from tests.support.trainer import Update, assert_same_run, auto_config, trainer, updates
 
-pytest.importorskip("optuna", reason="optuna is not installed: pip install optuna")
+pytest.importorskip("optuna", reason="optuna is not installed: pip install deepspeed[clients]")
 
 _EVAL_ROWS, _STEPS = 7, 3
 _SPACE: dict[str, list[Any]] = {"learning_rate": [1e-2, 3e-3], "gradient_accumulation_steps": [1, 2]}
