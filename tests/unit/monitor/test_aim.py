@@ -13,6 +13,17 @@ from tests.support.monitors import run_script
 
 pytest.importorskip("aim", reason="the extra 'aim' is not installed")
 
+INDEX = """
+    import aim
+    from aim.sdk.index_manager import RepoIndexManager
+
+    repo = aim.Repo(FOLDER)
+    manager = RepoIndexManager.get_index_manager(repo)
+    for run_hash in repo.list_all_runs():
+        manager.index(run_hash)
+"""
+"""What `aim up` does first with runs that it does not know yet; readers look at what is indexed."""
+
 READ = """
     import json
     import aim
@@ -21,8 +32,8 @@ READ = """
     for run in aim.Repo(FOLDER).iter_runs():
         metrics = {}
         for metric in run.metrics():
-            steps, values = metric.values.sparse_list()
-            metrics[metric.name] = [(step, repr(value)) for step, value in zip(steps, values)]
+            frame = metric.dataframe().sort_values("step")
+            metrics[metric.name] = [(int(step), repr(float(value))) for step, value in zip(frame["step"], frame["value"])]
         found.append({"hash": run.hash, "experiment": run.experiment, "active": run.active, "metrics": metrics})
     print(json.dumps(found))
 """
@@ -38,8 +49,9 @@ WRITE = """
 
 
 def stored(folder: Path) -> list[dict[str, Any]]:
-    done = run_script(READ, folder)
-    assert done.returncode == 0, done.stderr
+    for body in (INDEX, READ):
+        done = run_script(body, folder)
+        assert done.returncode == 0, done.stderr
     found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     return found
 
