@@ -3,7 +3,7 @@
     a live model, or its parameter count ---> rows (options, bytes per host, bytes per device) ---> standard output
 
 Lives here: which options are compared, counting, the text. Does not live here: the formula (`sharding.estimate`). Called by
-clients, from the paths of the original's stage modules.
+clients, from the paths of the original's stage modules. What an engine of ours holds, `deepspeed.plan` tells.
 
     option                          a device holds                        a host holds, for its node's ranks
     nothing offloaded               what the stage leaves of all three    the model while it is built
@@ -12,6 +12,11 @@ clients, from the paths of the original's stage modules.
     model built without zero.Init   the same                              at least a whole fp32 model per rank
 
 A host's figures are multiplied by `additional_buffer_factor`, for what else a process needs.
+
+[Note: the published figures] People compare these numbers with published tables, so they are the original's to the byte
+(measured, version 0.19.8). It counts sharded gradients in fp32, 18 bytes per parameter in all; at stage 2 without offload in
+16 bits besides; and with offload a host of stage 2 for the ranks of all nodes, which is too much where there are several.
+With gradients in 16 bits, as the engine holds them by default, the paper's 16 bytes are `sharding.estimate.model_states`.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from deepspeed.sharding.estimate import GRADIENT_NBYTES, OPTIMIZER_NBYTES, PARAMETER_NBYTES, model_states
+from deepspeed.sharding.estimate import GRADIENT_NBYTES, OPTIMIZER_NBYTES, PARAMETER_NBYTES, ModelStates, model_states
 from deepspeed.zero.shard import whole_shape
 
 __all__ = [
@@ -35,6 +40,7 @@ __all__ = [
 ]
 
 _WHOLE_NBYTES = 4  # a parameter before anything is cast
+_SHARDED_GRADIENT_NBYTES = 4  # [Note: the published figures]
 _GIB = 2**30
 
 
@@ -50,15 +56,24 @@ def estimate_zero2_model_states_mem_needs(
     num_nodes: int = 1,
     cpu_offload: bool = True,
     additional_buffer_factor: float = 1.5,
-) -> tuple[float, float]:
-    """Bytes `(per host, per device)` of a model of `total_params` parameters at ZeRO stage 2."""
+) -> tuple[int, int]:
+    """Bytes `(per host, per device)` of a model of `total_params` parameters at ZeRO stage 2.
+
+    Args:
+        total_params: parameters of the model.
+        num_gpus_per_node: ranks of a node.
+        num_nodes: nodes.
+        cpu_offload: optimizer state and gradients rest on the host.
+        additional_buffer_factor: host memory for one byte that is counted.
+    """
     ranks = num_gpus_per_node * num_nodes
-    states = model_states(total_params, 2, ranks)
-    whole_nbytes = _WHOLE_NBYTES * total_params * num_gpus_per_node
-    if not cpu_offload:
-        return whole_nbytes * additional_buffer_factor, states.nbytes
-    offloaded = (states.optimizer_nbytes + states.gradient_nbytes) * num_gpus_per_node
-    return max(whole_nbytes, offloaded) * additional_buffer_factor, states.parameter_nbytes
+    states = _states(total_params, 2, ranks)
+    if cpu_offload:
+        offloaded = (states.optimizer_nbytes + states.gradient_nbytes) * ranks  # [Note: the published figures]
+        host = max(_WHOLE_NBYTES * total_params * ranks, offloaded)
+        return int(host * additional_buffer_factor), int(states.parameter_nbytes)
+    host = _WHOLE_NBYTES * total_params * num_gpus_per_node
+    return int(host * additional_buffer_factor), int(states.nbytes + GRADIENT_NBYTES * total_params / ranks)
 
 
 def estimate_zero2_model_states_mem_needs_all_live(
@@ -93,7 +108,7 @@ def estimate_zero3_model_states_mem_needs(
     cpu_offload_params: bool = True,
     zero_init: bool = True,
     additional_buffer_factor: float = 1.5,
-) -> tuple[float, float, float]:
+) -> tuple[int, int, int]:
     """Bytes `(per host, per device, of the largest layer)` of a model at ZeRO stage 3.
 
     Args:
@@ -106,17 +121,17 @@ def estimate_zero3_model_states_mem_needs(
         zero_init: the model is built inside `zero.Init`.
         additional_buffer_factor: host memory for one byte that is counted.
     """
-    states = model_states(total_params, 3, num_gpus_per_node * num_nodes)
+    states, of_host = _states(total_params, 3, num_gpus_per_node * num_nodes), _states(total_params, 3, num_nodes)
     layer_nbytes = (PARAMETER_NBYTES + GRADIENT_NBYTES) * largest_layer_params
+    whole_nbytes = _WHOLE_NBYTES * num_gpus_per_node * (largest_layer_params if zero_init else total_params)
     if not cpu_offload:
-        host, device = 0.0, states.nbytes
-    elif not cpu_offload_params:
-        host, device = states.optimizer_nbytes + states.gradient_nbytes, states.parameter_nbytes
+        host, device = float(whole_nbytes), states.nbytes
     else:
-        host, device = states.nbytes, 0.0
-    starting = _WHOLE_NBYTES * (largest_layer_params if zero_init else total_params)
-    host = max(host, starting) * num_gpus_per_node * additional_buffer_factor
-    return host, layer_nbytes + device, layer_nbytes
+        device = 0.0 if cpu_offload_params else states.parameter_nbytes
+        host = of_host.nbytes - (0.0 if cpu_offload_params else of_host.parameter_nbytes)
+        if not zero_init:
+            host = max(host, whole_nbytes)
+    return int(host * additional_buffer_factor), int(layer_nbytes + device), layer_nbytes
 
 
 def estimate_zero3_model_states_mem_needs_all_live(
@@ -155,10 +170,15 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     _print(3, model, num_gpus_per_node, num_nodes, rows)
 
 
+def _states(numel: int, stage: int, sharers: int) -> ModelStates:
+    """What one of `sharers` holds, gradients as in [Note: the published figures]."""
+    return model_states(numel, stage, sharers, gradient_nbytes=_SHARDED_GRADIENT_NBYTES)
+
+
 def _print(stage: int, model: str, num_gpus_per_node: int, num_nodes: int, rows: Iterable[_Row]) -> None:
     lines = [
         f"Parameters, gradients and optimizer state at ZeRO stage {stage}, mixed-precision Adam",
-        f"({PARAMETER_NBYTES} + {GRADIENT_NBYTES} + {OPTIMIZER_NBYTES} bytes per parameter; activations come on top)",
+        f"({PARAMETER_NBYTES} + {_SHARDED_GRADIENT_NBYTES} + {OPTIMIZER_NBYTES} bytes per parameter; activations on top)",
         f"{model}; nodes: {num_nodes}, devices per node: {num_gpus_per_node}",
         "  per host | per device | options",
         *(f"{row.host_nbytes / _GIB:7.2f} GB | {row.device_nbytes / _GIB:7.2f} GB | {row.options}" for row in rows),
