@@ -311,8 +311,9 @@ def _exchanger_at(place: _Place, group: Callable[[], dist.ProcessGroup | None], 
             return None
         return SharedParts(memory, here.rank, here.ranks, here.patience(), record, _PROGRESS)
 
+    is_pretended = dist.get_backend(place.group) == "fake"  # `comm.pretended`: there is nobody to share with
     place = replace(place, group=None)
-    return SharedOrBackendParts(share, backend) if place.device.type == "cpu" else backend
+    return SharedOrBackendParts(share, backend) if place.device.type == "cpu" and not is_pretended else backend
 
 
 def _check(numel: int, call: str, predivide_factor: float = 1.0) -> None:

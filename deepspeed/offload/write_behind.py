@@ -21,17 +21,20 @@ from deepspeed.errors import FileIoError
 from deepspeed.offload.sub_groups import PAGE_NBYTES
 from deepspeed.ops.aio.engine import IoEngine, IoFile, IoRequest, aligned_empty
 
-__all__ = ["WriteBehind"]
+__all__ = ["WINDOWS", "WINDOW_NBYTES", "WriteBehind"]
 
-_WINDOW_NBYTES = 2 << 20
-_WINDOWS = 3
+WINDOW_NBYTES = 2 << 20
+"""Bytes of one window."""
+
+WINDOWS = 3
+"""Windows of one file, at most."""
 
 
 class _Window:
     """Memory for one write."""
 
     def __init__(self) -> None:
-        self.memory = aligned_empty(_WINDOW_NBYTES)
+        self.memory = aligned_empty(WINDOW_NBYTES)
         self.request: IoRequest | None = None
 
     def overlaps(self, begin: int, end: int) -> bool:
@@ -112,11 +115,11 @@ class WriteBehind:
         return self._begin % PAGE_NBYTES + self._end - self._begin
 
     def _room(self) -> int:
-        return _WINDOW_NBYTES - self._filled()
+        return WINDOW_NBYTES - self._filled()
 
     def _begin_at(self, start: int) -> None:
         self._send()
-        if len(self._windows) < _WINDOWS:
+        if len(self._windows) < WINDOWS:
             self._windows.append(_Window())
         else:
             oldest = self._windows.pop(0)

@@ -1,6 +1,7 @@
 """Every ZeRO stage and offload side by side: `deepspeed.plan`.
 
-    subject, configuration --> for each setting: states + activations + traffic --> RankPlan
+    subject, configuration --> layers cut over tensor ranks (`cutting`) --> one timeline (`tracing`)
+                           --> for each setting: states at its busiest moment + traffic --> RankPlan
                                the one asked for, the lowest stage that fits, advice
 
 Called by `deepspeed.plan` and by `command`. Does not live here: the terms (`states`, `tracing`), drawing (`text`).
@@ -10,27 +11,30 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from deepspeed.config import DeepSpeedConfig, load_config
 from deepspeed.engine.degrees import Degrees
 from deepspeed.errors import ArgumentError, ConfigError
+from deepspeed.planning.cutting import cut_over_tensor_ranks
+from deepspeed.planning.formula import states_by_formula
 from deepspeed.planning.sources import Subject, subject_of
-from deepspeed.planning.states import ModelStates, model_states
-from deepspeed.planning.terms import RankPlan, Term, Tier
-from deepspeed.planning.tracing import Activations, Batch, trace_activations
+from deepspeed.planning.states import ModelStates, Optimizers, Ranks, model_states
+from deepspeed.planning.terms import RankPlan, Term
+from deepspeed.planning.timeline import Timeline
+from deepspeed.planning.tracing import Batch, trace_pass
 from deepspeed.planning.traffic import sent_nbytes
-from deepspeed.precision.policy import DtypePolicy
-from deepspeed.sharding import estimate
+from deepspeed.precision.policy import DtypePolicy, exact_batch_norm
 
 __all__ = ["Comparison", "plan"]
 
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _SWITCHES = ("activation_checkpointing", "gradient_checkpointing")  # of Hugging Face models, the newer name first
-_RECOMPUTE = "activation checkpointing, a smaller train_micro_batch_size_per_gpu"
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,7 @@ def plan(
     *,
     sequence_length: int | None = None,
     batch: Batch | None = None,
+    device_type: str = "cuda",
 ) -> Comparison:
     """Say what each rank would hold and send, before anything is allocated.
 
@@ -91,27 +96,44 @@ def plan(
         world_size: ranks.
         device_memory: bytes of one device; None: nothing is said about fitting.
         sequence_length: tokens of a row, for Hugging Face language models.
-        batch: arguments of forward `(args, kwargs)` for one micro-batch; without it activations of other models are left
-            out.
+        batch: arguments of forward `(args, kwargs)` for one micro-batch of one rank; without it activations of other models
+            are left out.
+        device_type: of the devices. On "cpu" host memory is the device's, so that a tier "cpu" moves nothing.
 
     Raises:
         ConfigError: the configuration does not start.
-        ArgumentError: the model cannot be read, or is cut by tensor or pipeline ranks, which the plan does not trace.
+        ArgumentError: the model cannot be read, or cannot be spread over the ranks as the configuration asks.
     """
     raw = _with_batch(load_config(ds_config))
-    config = _config(raw, world_size)
-    subject = subject_of(model_or_config, config.train_micro_batch_size_per_gpu, sequence_length, batch)
-    activations, recomputed, notes = _activations(subject, config)
-    planner = _Planner(subject, world_size, activations)
-    asked = planner.plan("as configured", config)
-    others = []
-    for label, each in _alternatives(raw):
-        try:
-            others.append(planner.plan(label, _config(each, world_size)))
-        except ConfigError as error:  # a key of this configuration has no meaning there
-            notes += (f"{label} is left out: {str(error).splitlines()[-1].strip()}",)
+    config, ranks = _config(raw, world_size)
+    sequence = config.sequence_parallel_size
+    subject = subject_of(
+        model_or_config, config.train_micro_batch_size_per_gpu, sequence_length, batch, sequence_ranks=sequence
+    )
+    with cut_over_tensor_ranks(subject, config, ranks.tensor) as on_rank:
+        found = _compared(on_rank, raw, config, ranks, device_type)
+    return replace(found, numel=subject.numel, device_nbytes=device_memory)
+
+
+def _compared(
+    subject: Subject, raw: Mapping[str, Any], config: DeepSpeedConfig, ranks: Ranks, device_type: str
+) -> Comparison:
+    module = subject.module
+    with exact_batch_norm(module) if module is not None else nullcontext():
+        timeline, recomputed, notes = _timelines(subject, config)
+        optimizers = Optimizers(module) if module is not None else None
+        planner = _Planner(subject, ranks, timeline, optimizers, device_type)
+        asked = planner.plan("as configured", config)
+        others = []
+        for label, each in _alternatives(raw):
+            try:
+                others.append(planner.plan(label, _config(each, ranks.world)[0]))
+            except ConfigError as error:  # a key of this configuration has no meaning there
+                notes += (f"{label} is left out: {str(error).splitlines()[-1].strip()}",)
+    if config.optimizer is None:
+        notes += ('the configuration names no optimizer: AdamW is counted. Name yours under "optimizer".',)
     less = recomputed.peak_nbytes if recomputed is not None else None
-    return Comparison(subject.name, subject.numel, world_size, device_memory, asked, tuple(others), notes, less)
+    return Comparison(subject.name, subject.numel, ranks.world, None, asked, tuple(others), notes, less)
 
 
 def _with_batch(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,52 +141,43 @@ def _with_batch(raw: Mapping[str, Any]) -> dict[str, Any]:
     return given if any(key in given for key in _BATCH) else {**given, "train_micro_batch_size_per_gpu": 1}
 
 
-def _config(raw: Mapping[str, Any], world_size: int) -> DeepSpeedConfig:
+def _config(raw: Mapping[str, Any], world_size: int) -> tuple[DeepSpeedConfig, Ranks]:
     values = copy.deepcopy(dict(raw))
     sequence, tensor = Degrees.of(values, None)
-    if tensor > 1:
-        raise ArgumentError(
-            f"tensor_parallel.autotp_size = {tensor}: the plan does not cut layers over tensor ranks yet. Leave the block "
-            f"out, and read weights, gradients and optimizer state as divided by {tensor}."
-        )
     block = values.get("expert_parallel") or {}
     if block.get("enabled") and block.get("autoep_size", 1) > 1:
         raise ArgumentError(
             f"expert_parallel.autoep_size = {block['autoep_size']}: the plan does not spread stacked experts over ranks. "
             "Leave the block out: the plan then counts every expert on every rank."
         )
-    if world_size % sequence:
+    if world_size % (sequence * tensor):
         raise ArgumentError(
-            f"{world_size} ranks are no multiple of sequence_parallel_size = {sequence}. Change one of them."
+            f"{world_size} ranks are no multiple of sequence_parallel_size = {sequence} x autotp_size = {tensor}. Change "
+            "one of them."
         )
-    return DeepSpeedConfig(values, dp_world_size=world_size // sequence, world_size=world_size)
+    config = DeepSpeedConfig(values, dp_world_size=world_size // (sequence * tensor), world_size=world_size)
+    return config, Ranks(world_size, tensor)
 
 
-def _activations(
-    subject: Subject, config: DeepSpeedConfig
-) -> tuple[Activations | None, Activations | None, tuple[str, ...]]:
+def _timelines(subject: Subject, config: DeepSpeedConfig) -> tuple[Timeline | None, Timeline | None, tuple[str, ...]]:
     """Without and with recomputation, and what has to be said about them."""
     module, batch = subject.module, subject.batch
     if module is None or batch is None:
         return None, None, ("activations are not counted: give a model and a batch",)
     policy = DtypePolicy.from_config(config, "cpu")
     try:
-        plain = trace_activations(module, batch, policy)
+        plain = trace_pass(module, batch, policy)
     except ArgumentError as error:
         if subject.is_batch_given:
             raise
         return None, None, (f"activations are not counted: {error}",)
-    sequence = config.sequence_parallel_size
-    notes: tuple[str, ...] = ()
-    if sequence > 1:
-        notes = (f"activations are those of whole sequences: {sequence} sequence ranks hold about 1/{sequence} each.",)
     switch = next((each for each in _SWITCHES if hasattr(module, f"{each}_enable")), None)
     if switch is None or getattr(module, f"is_{switch}", False):
-        return plain, None, notes
+        return plain, None, ()
     getattr(module, f"{switch}_enable")()
-    recomputed = trace_activations(module, batch, policy)
+    recomputed = trace_pass(module, batch, policy)
     getattr(module, f"{switch}_disable")()
-    return plain, recomputed, notes
+    return plain, recomputed, ()
 
 
 def _alternatives(raw: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -184,42 +197,31 @@ def _alternatives(raw: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]
 @dataclass(frozen=True)
 class _Planner:
     subject: Subject
-    ranks: int
-    activations: Activations | None
+    ranks: Ranks
+    timeline: Timeline | None
+    optimizers: Optimizers | None
+    device_type: str
 
     def plan(self, label: str, config: DeepSpeedConfig) -> RankPlan:
         """One setting's."""
-        states = self._states(self.subject.module, config)
-        terms = list(states.terms)
-        if self.activations is not None:
-            terms.append(Term("activations", self.activations.peak_nbytes, moment="pass", lower=_RECOMPUTE))
+        states = self._states(config)
         sent = sent_nbytes(
             config.zero_optimization.stage,
             states.weight_nbytes,
             states.gradient_nbytes,
-            self.ranks,
+            self.ranks.zero,
             config.gradient_accumulation_steps,
             stays_gathered=states.stays_gathered,
         )
-        return RankPlan(label, tuple(terms), sent)
+        return RankPlan(label, (*states.terms, *self._inputs()), sent)
 
-    def _states(self, module: nn.Module | None, config: DeepSpeedConfig) -> ModelStates:
-        return (
-            _by_formula(self.subject.numel, config, self.ranks)
-            if module is None
-            else model_states(module, config, self.ranks)
-        )
+    def _states(self, config: DeepSpeedConfig) -> ModelStates:
+        module, kind = self.subject.module, self.device_type
+        if module is None or self.optimizers is None:
+            return states_by_formula(self.subject.numel, config, self.ranks.zero, device_type=kind)
+        return model_states(module, config, self.ranks, self.optimizers, self.timeline, device_type=kind)
 
-
-def _by_formula(numel: int, config: DeepSpeedConfig, ranks: int) -> ModelStates:
-    """The paper's, for a model of which only the size is known: mixed-precision Adam."""
-    zero = config.zero_optimization
-    states = estimate.model_states(numel, zero.stage, ranks)
-    tier: Tier = "host" if zero.offload_optimizer is not None and zero.offload_optimizer.device != "none" else "device"
-    weights: Tier = "host" if zero.offload_param is not None and zero.offload_param.device != "none" else "device"
-    terms = (
-        Term("weights", int(states.parameter_nbytes), weights),
-        Term("gradients", int(states.gradient_nbytes), tier if zero.stage >= 2 else "device"),
-        Term("masters and optimizer state", int(states.optimizer_nbytes), tier),
-    )
-    return ModelStates(terms, numel * estimate.PARAMETER_NBYTES, numel * estimate.GRADIENT_NBYTES, stays_gathered=False)
+    def _inputs(self) -> Iterator[Term]:
+        if self.timeline is not None:
+            tensors = [each for each in tree_leaves(self.subject.batch) if isinstance(each, Tensor)]
+            yield Term("inputs", sum(each.numel() * each.element_size() for each in tensors), moment="pass")

@@ -1,18 +1,20 @@
 """The plan as a person reads it in a terminal: one setting's terms with bars, then all settings side by side.
 
-Called by `command`. Does not live here: numbers (`comparison`).
+Called by `command`; `page` shows the same rows. Does not live here: numbers (`comparison`).
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
 from deepspeed.planning.comparison import Comparison
-from deepspeed.planning.terms import RankPlan, Tier
+from deepspeed.planning.terms import RankPlan, Term, Tier
 from deepspeed.planning.traffic import transfer_seconds
 
-__all__ = ["amount", "render", "show"]
+__all__ = ["Sides", "amount", "render", "sentences", "show", "where"]
 
 _BAR = 24
 _UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
@@ -42,7 +44,7 @@ def render(comparison: Comparison, bandwidth: float | None = None) -> Renderable
     """The tables and sentences."""
     head = f"{comparison.subject}: {comparison.numel:,} parameters on {comparison.ranks} rank(s); figures are per rank."
     parts: list[RenderableType] = [head, "", _terms(comparison.asked), "", _sides(comparison, bandwidth)]
-    parts += ["", *_sentences(comparison)]
+    parts += ["", *sentences(comparison)]
     return Group(*parts)
 
 
@@ -52,32 +54,53 @@ def _terms(plan: RankPlan) -> Table:
         table.add_column(column, justify=justify)  # type: ignore[arg-type]
     largest = max((term.nbytes for term in plan.terms), default=1)
     for term in sorted(plan.terms, key=lambda each: -each.nbytes):
-        where = ", ".join(each for each in (term.tier, _MOMENTS[term.moment]) if each)
         bar = "#" * max(1, round(_BAR * term.nbytes / largest))
-        table.add_row(term.name, amount(term.nbytes), bar, where, term.lower)
+        table.add_row(term.name, amount(term.nbytes), bar, where(term), term.lower)
     return table
 
 
+def where(term: Term) -> str:
+    """Tier and moment."""
+    return ", ".join(each for each in (term.tier, _MOMENTS[term.moment]) if each)
+
+
+@dataclass(frozen=True)
+class Sides:
+    """The table of all settings, the one that was asked for first."""
+
+    columns: list[str]
+    plans: tuple[RankPlan, ...]
+    rows: list[list[str]]
+
+    @classmethod
+    def of(cls, comparison: Comparison, bandwidth: float | None) -> Sides:
+        """As texts."""
+        tiers: tuple[Tier, ...] = ("device", "host", "nvme")
+        plans = (comparison.asked, *comparison.others)
+        used = [tier for tier in tiers if any(each.peak_nbytes(tier) for each in plans)]
+        size = comparison.device_nbytes
+        columns = ["setting", *used, "sent per step", *["seconds"] * bool(bandwidth), *["fits"] * (size is not None)]
+        rows = []
+        for plan in plans:
+            row = [plan.label, *(amount(plan.peak_nbytes(tier)) for tier in used), amount(plan.sent_nbytes)]
+            row += [f"{transfer_seconds(plan.sent_nbytes, bandwidth):.3f}"] if bandwidth else []
+            row += [] if size is None else ["yes" if plan.fits(size) else "no"]
+            rows.append(row)
+        return cls(columns, plans, rows)
+
+
 def _sides(comparison: Comparison, bandwidth: float | None) -> Table:
+    sides = Sides.of(comparison, bandwidth)
     table = Table(title="Side by side", title_justify="left", box=None)
-    tiers: tuple[Tier, ...] = ("device", "host", "nvme")
-    used = [tier for tier in tiers if any(each.peak_nbytes(tier) for each in (comparison.asked, *comparison.others))]
-    columns = ["setting", *used, "sent per step", *(["seconds"] if bandwidth else []), *_fits_column(comparison)]
-    for name in columns:
+    for name in sides.columns:
         table.add_column(name, justify="left" if name in ("setting", "fits") else "right")
-    for plan in (comparison.asked, *comparison.others):
-        row = [plan.label, *(amount(plan.peak_nbytes(tier)) for tier in used), amount(plan.sent_nbytes)]
-        row += [f"{transfer_seconds(plan.sent_nbytes, bandwidth):.3f}"] if bandwidth else []
-        row += [] if comparison.device_nbytes is None else ["yes" if plan.fits(comparison.device_nbytes) else "no"]
+    for row in sides.rows:
         table.add_row(*row)
     return table
 
 
-def _fits_column(comparison: Comparison) -> list[str]:
-    return [] if comparison.device_nbytes is None else ["fits"]
-
-
-def _sentences(comparison: Comparison) -> list[str]:
+def sentences(comparison: Comparison) -> list[str]:
+    """What the tables do not say."""
     lines = list(comparison.notes)
     if comparison.recomputed_nbytes is not None:
         lines.append(f"With every block recomputed, activations are {amount(comparison.recomputed_nbytes)}.")

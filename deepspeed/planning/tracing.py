@@ -1,36 +1,35 @@
-"""Bytes of activations and temporaries of one micro-batch: a forward and backward over fake tensors, nothing allocated.
+"""What lives during one micro-batch: a forward and backward over fake tensors, nothing allocated.
 
     fake parameters (the policy's dtypes), fake batch
-        |  module, loss, backward           under a dispatch mode that notes every storage that is made
-        v  living bytes, sampled when one is made ---> peak; between forward and backward ---> kept
+        |  module, loss, backward           under a dispatch mode that notes every storage that is made or let go
+        v  hooks on modules, outputs and parameters say where that happens ---> a `Timeline`
 
-A gradient is let go as soon as it is whole, as the engine moves it into its bucket. Blocks that repeat are traced as two
-and as three of them (`[Note: repeated blocks]`), so that a deep model costs what a shallow one does.
+A gradient is let go as soon as it is whole; who walks through the timeline counts it where the engine keeps it. Of blocks
+that repeat three are traced (`timeline`, [Note: the middle block]): the largest `ModuleList` or `Sequential` whose elements
+hold parameters of the same names and shapes. Where three do not look like blocks in a row, the whole model is traced.
 
-[Note: repeated blocks] The largest `ModuleList` whose elements hold parameters of the same names and shapes. What it adds
-per element is the difference of the two traces; the peak of n elements is that of two plus (n - 2) differences.
-
-Called by `comparison`. Does not live here: model states (`states`).
+Called by `comparison`. Does not live here: model states (`states`), what a setting makes of a timeline (`passes`).
 """
 
 from __future__ import annotations
 
+import importlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from deepspeed.errors import ArgumentError
+from deepspeed.planning.timeline import BACKWARD, TRACED_BLOCKS, Mark, Recorded, Timeline, repeated, timeline_of
 from deepspeed.precision.policy import DtypePolicy
 
-__all__ = ["Activations", "Batch", "trace_activations"]
+__all__ = ["Batch", "trace_pass"]
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of the model's forward."""
@@ -38,27 +37,12 @@ Batch = tuple[tuple[Any, ...], dict[str, Any]]
 _LEAST_TO_SHORTEN = 4
 
 
-@dataclass(frozen=True)
-class Activations:
-    """Bytes of one micro-batch on one rank."""
-
-    kept_nbytes: int
-    """Held from forward to backward."""
-    peak_nbytes: int
-    """The most at any moment of forward and backward, gradients on their way to a bucket included."""
-
-    def plus(self, times: int, other: Activations) -> Activations:
-        """This, with `times` further blocks, of which `other` has one more."""
-        kept = self.kept_nbytes + times * (other.kept_nbytes - self.kept_nbytes)
-        return Activations(kept, self.peak_nbytes + times * (other.peak_nbytes - self.peak_nbytes))
-
-
 class _Living(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of the storages that operators made and that still live."""
+    """Notes the storages that operators make and let go, between marks."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.nbytes = self.peak_nbytes = 0
+        self.recorded = [Recorded(Mark("start"))]
         self._known: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -68,6 +52,10 @@ class _Living(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._note(each.untyped_storage())
         return result
 
+    def mark(self, mark: Mark) -> None:
+        """A stretch begins."""
+        self.recorded.append(Recorded(mark))
+
     def ignore(self, tensors: Iterator[Tensor]) -> None:
         """These are counted elsewhere."""
         for each in tensors:
@@ -75,22 +63,21 @@ class _Living(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._known[storage._cdata] = weakref.ref(storage)
 
     def _note(self, storage: torch.UntypedStorage) -> None:
-        key, nbytes = storage._cdata, storage.nbytes()
+        key, nbytes, origin = storage._cdata, storage.nbytes(), len(self.recorded) - 1
         known = self._known.get(key)
         if known is not None and known() is not None:
             return
-        self.nbytes += nbytes
-        self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
+        self.recorded[-1].changes.append((nbytes, origin))
 
         def forget(_: Any) -> None:
-            self.nbytes -= nbytes
+            self.recorded[-1].changes.append((-nbytes, origin))
 
         self._known[key] = weakref.ref(storage, forget)
 
 
-def trace_activations(
+def trace_pass(
     module: nn.Module, batch: Batch, policy: DtypePolicy, *, loss_of: Callable[[Any], Tensor] | None = None
-) -> Activations:
+) -> Timeline:
     """Trace one micro-batch.
 
     Args:
@@ -103,37 +90,45 @@ def trace_activations(
         ArgumentError: forward or backward needs values, not only shapes; the text has what failed.
     """
     blocks = _repeated(module)
-    if blocks is None:
-        return _trace(module, batch, policy, loss_of)
-    name, count = blocks
-    with _only(module, name, 2):
-        two = _trace(module, batch, policy, loss_of)
-    with _only(module, name, 3):
-        three = _trace(module, batch, policy, loss_of)
-    return two.plus(count - 2, three)
+    if blocks is not None:
+        name, count = blocks
+        with _only(module, name, TRACED_BLOCKS):
+            found = repeated(_trace(module, batch, policy, loss_of), name, count)
+        if found is not None:
+            return found
+    return timeline_of(_trace(module, batch, policy, loss_of))
 
 
-def _trace(module: nn.Module, batch: Batch, policy: DtypePolicy, loss_of: Callable[[Any], Tensor] | None) -> Activations:
+def _trace(module: nn.Module, batch: Batch, policy: DtypePolicy, loss_of: Callable[[Any], Tensor] | None) -> list[Recorded]:
     living = _Living()
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with ExitStack() as stack:
+        stack.enter_context(_fake_tensor_mode())
         params = {f"module.{name}": _fake(value, policy.param_for(value)) for name, value in module.named_parameters()}
         buffers = {f"module.{name}": _fake(value, value.dtype) for name, value in module.named_buffers()}
         args, kwargs = tree_map_only(Tensor, lambda t: _fake(t, _input_dtype(t, policy)), batch)
         given = [*params.values(), *buffers.values(), *(t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor))]
-        for param in params.values():
+        for name, param in params.items():
             if param.requires_grad:
-                param.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
+                hook = partial(_drop_gradient, living, name.removeprefix("module."))
+                param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         try:
-            with living:
+            with living, _marking(module, living):
                 living.ignore(iter(given))
                 run = _Pass(module, policy.autocast, loss_of or _loss, living)
-                kept: int = torch.func.functional_call(run, {**params, **buffers}, args, kwargs)
+                torch.func.functional_call(run, {**params, **buffers}, args, kwargs)
         except Exception as cause:  # whatever a model's forward raises
             raise ArgumentError(
                 f"the activations of {type(module).__name__} cannot be traced without values: {cause} Leave the batch out: "
                 "the plan then has all terms but the activations."
             ) from cause
-    return Activations(kept, living.peak_nbytes)
+        return living.recorded
+
+
+def _fake_tensor_mode() -> AbstractContextManager[object]:
+    """Loaded here: it takes as long as half of torch, and a bare number of parameters is planned without it."""
+    module: Any = importlib.import_module("torch._subclasses.fake_tensor")
+    mode: AbstractContextManager[object] = module.FakeTensorMode(allow_non_fake_inputs=True)
+    return mode
 
 
 class _Pass(nn.Module):
@@ -148,17 +143,57 @@ class _Pass(nn.Module):
         self._loss_of = loss_of
         self._living = living
 
-    def forward(self, *args: Any, **kwargs: Any) -> int:
-        """Bytes that lived between forward and backward."""
+    def forward(self, *args: Any, **kwargs: Any) -> None:
+        """Once forward, once backward."""
         with torch.autocast("cpu", self._autocast, enabled=self._autocast is not None):
             loss = self._loss_of(self.module(*args, **kwargs))
-        kept = self._living.nbytes
+        self._living.mark(BACKWARD)
         loss.backward()  # type: ignore[no-untyped-call]
-        return kept
 
 
-def _drop_gradient(param: Tensor) -> None:
+@contextmanager
+def _marking(module: nn.Module, living: _Living) -> Iterator[None]:
+    """Marks from every module with parameters, its own or below it."""
+    handles = []
+    for name, child in module.named_modules():
+        if next(child.parameters(), None) is not None:
+            handles.append(child.register_forward_pre_hook(_Enter(living, name), prepend=True))
+            handles.append(child.register_forward_hook(_Leave(living, name), always_call=True))  # recomputation stops early
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Enter:
+    def __init__(self, living: _Living, name: str) -> None:
+        self._living = living
+        self._mark = Mark("enter", name)
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self._living.mark(self._mark)
+
+
+class _Leave:
+    def __init__(self, living: _Living, name: str) -> None:
+        self._living = living
+        self._mark = Mark("leave", name)
+        self._back = Mark("back", name)
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._living.mark(self._mark)
+        for each in tree_leaves(output) if torch.is_grad_enabled() else ():
+            if isinstance(each, Tensor) and each.requires_grad and each.grad_fn is not None:
+                each.register_hook(self._on_back)  # type: ignore[no-untyped-call]
+
+    def _on_back(self, grad: Tensor) -> None:
+        self._living.mark(self._back)
+
+
+def _drop_gradient(living: _Living, name: str, param: Tensor) -> None:
     param.grad = None
+    living.mark(Mark("gradient", name))
 
 
 def _fake(value: Tensor, dtype: torch.dtype) -> Tensor:
@@ -183,16 +218,18 @@ def _loss(result: Any) -> Tensor:
 
 
 def _repeated(module: nn.Module) -> tuple[str, int] | None:
-    """Name and length of the list of blocks: see [Note: repeated blocks]."""
+    """Name and length of the list of blocks."""
     found = [
         (sum(p.numel() for p in child.parameters()), name, len(child))
         for name, child in module.named_modules()
-        if isinstance(child, nn.ModuleList) and len(child) >= _LEAST_TO_SHORTEN and _are_alike(child)
+        if type(child) in (nn.ModuleList, nn.Sequential) and name and _are_alike(cast("nn.Sequential", child))
     ]
     return max(found)[1:] if found else None
 
 
-def _are_alike(blocks: nn.ModuleList) -> bool:
+def _are_alike(blocks: nn.Sequential | nn.ModuleList) -> bool:
+    if len(blocks) <= TRACED_BLOCKS:
+        return False
     first, *others = ([(n, p.shape, p.requires_grad) for n, p in b.named_parameters()] for b in blocks)
     return bool(first) and all(each == first for each in others)
 
@@ -202,10 +239,10 @@ def _only(module: nn.Module, name: str, count: int) -> Iterator[None]:
     """The module with the first `count` blocks of a list, and a configuration that says so."""
     parent_name, _, child = name.rpartition(".")
     parent = module.get_submodule(parent_name)
-    whole: nn.ModuleList = getattr(parent, child)
+    whole: nn.ModuleList | nn.Sequential = getattr(parent, child)
     config: Any = getattr(module, "config", None)
     layers = getattr(config, "num_hidden_layers", None)
-    setattr(parent, child, nn.ModuleList(list(whole)[:count]))
+    setattr(parent, child, whole[:count])
     if layers is not None:
         config.num_hidden_layers = count
     try:

@@ -11,7 +11,8 @@ Not here: whether a device has a format (`accelerator`), scaling (`loss_scaler`)
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal, Protocol
@@ -158,6 +159,19 @@ def keep_batch_norm_exact(module: nn.Module) -> None:
         if isinstance(layer, _NormBase):
             for p in layer.parameters(recurse=False):
                 setattr(p, _NO_CAST, True)
+
+
+@contextmanager
+def exact_batch_norm(module: nn.Module) -> Iterator[None]:
+    """The same inside only, for whoever looks at a model without an engine."""
+    params = [p for layer in module.modules() if isinstance(layer, _NormBase) for p in layer.parameters(recurse=False)]
+    marked = [p for p in params if not hasattr(p, _NO_CAST)]
+    keep_batch_norm_exact(module)
+    try:
+        yield
+    finally:
+        for p in marked:
+            delattr(p, _NO_CAST)
 
 
 def low_precision_parameters(module: nn.Module, class_names: Iterable[str]) -> set[int]:

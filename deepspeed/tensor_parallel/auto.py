@@ -32,7 +32,7 @@ from deepspeed.tensor_parallel.randomness import OwnStream, has_dropout
 from deepspeed.tensor_parallel.token_parts import hold_token_parts
 from deepspeed.topology.mesh import AxisGroup
 
-__all__ = ["apply_auto_tp"]
+__all__ = ["apply_auto_tp", "cut_without_values"]
 
 
 def apply_auto_tp(model: nn.Module, config: TensorParallelConfig, axis: AxisGroup, *, leaves_experts: bool = False) -> None:
@@ -61,6 +61,15 @@ def apply_auto_tp(model: nn.Module, config: TensorParallelConfig, axis: AxisGrou
         f"tensor_parallel: {len(planned.placements) + len(planned.experts)} layers of {type(model).__name__} cut over "
         f"{axis.size} ranks" + (f"; {len(planned.whole)} blocks stay whole" if planned.whole else "")
     )
+
+
+def cut_without_values(model: nn.Module, config: TensorParallelConfig, axis: AxisGroup) -> None:
+    """Cut a model on the meta device as `apply_auto_tp` would, for who looks at shapes alone. Nothing is sent.
+
+    Raises:
+        ArgumentError: as for `apply_auto_tp`.
+    """
+    _Conversion(model, config, axis).run(plan_model(model, config, axis.size))
 
 
 def _refuse_unfit(model: nn.Module) -> None:

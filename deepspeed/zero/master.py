@@ -48,7 +48,7 @@ from deepspeed.zero.parameter_sums import ShardedSums, WholeSums
 from deepspeed.zero.residence import InMemory, Residence
 from deepspeed.zero.walk import Batch, Scratch, Slice, batched
 
-__all__ = ["BESIDE", "SUB_GROUP_NUMEL", "MasterWeights", "Slice"]
+__all__ = ["BESIDE", "SUB_GROUP_NUMEL", "MasterWeights", "Slice", "fitting_numel"]
 
 BESIDE = "zenflow_"
 """How the names of a schedule's own state begin (`MasterWeights.kept_beside`)."""
@@ -58,6 +58,11 @@ SUB_GROUP_NUMEL = {"cpu": 1 << 19}
 
 _DEVICE_SUB_GROUP_NUMEL = 1 << 26  # elsewhere the scratch is what counts: 256 MiB of fp32
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+def fitting_numel(device: torch.device) -> int:
+    """Most elements of one sub-group that suit a device."""
+    return SUB_GROUP_NUMEL.get(device.type, _DEVICE_SUB_GROUP_NUMEL)
 
 
 class MasterWeights:
@@ -103,7 +108,7 @@ class MasterWeights:
         self._counts = counts
         self._parts_axis = parts_axis
         device = flats[0].master_device if flats else torch.device("cpu")
-        fitting = SUB_GROUP_NUMEL.get(device.type, _DEVICE_SUB_GROUP_NUMEL)
+        fitting = fitting_numel(device)
         numel = fitting if sub_group_numel is None else whole_grains(min(fitting, sub_group_numel))
         if self.residence.most_numel is not None:  # it lays its own batches out
             numel = sub_group_numel = self.residence.most_numel

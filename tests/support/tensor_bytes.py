@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+__all__ = ["bytes_of_tensors", "mapped_bytes_of_tensors", "place_of"]
 
 
 def bytes_of_tensors() -> dict[str, int]:
@@ -14,15 +17,27 @@ def bytes_of_tensors() -> dict[str, int]:
 
     Memory that ranks share is placed by the number of its file, so that a rank's view of its peers' is not counted twice.
     """
+    return {place: storage.nbytes() for place, storage in _storages()}
+
+
+def mapped_bytes_of_tensors() -> dict[str, int]:
+    """The same of memory that is neither torch's allocator's nor shared: what `ops.aio.memory.aligned_empty` has mapped."""
+    return {p: s.nbytes() for p, s in _storages() if not (p.startswith("file") or s.resizable()) and s.nbytes()}
+
+
+def place_of(tensor: Tensor) -> str:
+    """Where a tensor that no other rank maps has its storage."""
+    return f"address {tensor.untyped_storage().data_ptr()}"
+
+
+def _storages() -> Iterator[tuple[str, torch.UntypedStorage]]:
     shared = [(low, high, node) for low, high, node in _mappings() if node]
-    found: dict[str, int] = {}
     for each in gc.get_objects():
-        if issubclass(type(each), Tensor) and each.layout == torch.strided:
+        if issubclass(type(each), Tensor) and each.layout == torch.strided and each.device.type != "meta":
             storage = each.untyped_storage()
             address = storage.data_ptr()
             nodes = [f"file {node} + {address - low}" for low, high, node in shared if low <= address < high]
-            found[nodes[0] if nodes else f"address {address}"] = storage.nbytes()
-    return found
+            yield (nodes[0] if nodes else f"address {address}"), storage
 
 
 def _mappings() -> list[tuple[int, int, str]]:

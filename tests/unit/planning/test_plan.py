@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from deepspeed.errors import ArgumentError, ConfigError
 from deepspeed.planning import RankPlan, Term, plan
 from deepspeed.planning.command import main, nbytes_of
 from deepspeed.planning.gathered import most_gathered_numel
+from deepspeed.planning.page import page
 from deepspeed.planning.traffic import sent_nbytes, transfer_seconds
 from deepspeed.zero.prefetch import GatherSettings
 
@@ -90,7 +93,9 @@ def _stage(stage: int) -> dict[str, Any]:
 def test_a_configuration_that_does_not_start_is_an_error() -> None:
     with pytest.raises(ConfigError, match="zero_optimization"):
         plan(Net(), {"zero_optimisation": {"stage": 1}}, 2)
-    with pytest.raises(ArgumentError, match="autotp_size = 2"):
+    with pytest.raises(ArgumentError, match="autotp_size = 3"):
+        plan(Net(), {"tensor_parallel": {"autotp_size": 3}}, 4)
+    with pytest.raises(ArgumentError, match="no layer of Net is cut"):
         plan(Net(), {"tensor_parallel": {"autotp_size": 2}}, 4)
     with pytest.raises(ArgumentError, match="no model to plan for"):
         plan("no/such/folder/config.json", _BF16, 2)
@@ -167,14 +172,110 @@ def test_the_command_reads_a_function_and_writes_json(
     assert "module:function" in capsys.readouterr().err
 
 
-def test_a_hugging_face_configuration_is_read_from_a_file(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
+def _llama() -> Any:
+    return pytest.importorskip("transformers").LlamaConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=5, num_attention_heads=4, vocab_size=64
     )
-    config.save_pretrained(tmp_path)
+
+
+def test_a_hugging_face_configuration_is_read_from_a_file(tmp_path: Path) -> None:
+    _llama().save_pretrained(tmp_path)
     found = plan(str(tmp_path), _BF16, 2, sequence_length=16)
     assert found.subject == "LlamaForCausalLM"
     [activations] = [term.nbytes for term in found.asked.terms if term.name == "activations"]
     assert found.recomputed_nbytes is not None
     assert found.recomputed_nbytes < activations
+
+
+def _bytes(plan: RankPlan) -> dict[str, int]:
+    return {term.name: term.nbytes for term in plan.terms}
+
+
+def test_tensor_ranks_hold_parts_of_layers_and_of_their_activations() -> None:
+    whole = plan(_llama(), {**_BF16, **_stage(1)}, 2, sequence_length=16)
+    found = plan(_llama(), {**_BF16, **_stage(1), "tensor_parallel": {"autotp_size": 2}}, 4, sequence_length=16)
+    assert not torch.distributed.is_initialized()
+    assert (found.numel, found.ranks) == (whole.numel, 4)  # the model's, not a rank's
+    ours, theirs = _bytes(found.asked), _bytes(whole.asked)
+    for name in ("weights", "masters", "optimizer state"):  # norms stay whole
+        assert 0.5 <= ours[name] / theirs[name] < 0.6
+    assert 0.4 < ours["activations"] / theirs["activations"] < 0.9
+
+
+def test_sequence_ranks_share_model_states_and_tokens() -> None:
+    alone = _bytes(plan(_llama(), {**_BF16, **_stage(1)}, 4, sequence_length=64).asked)
+    shared = _bytes(plan(_llama(), {**_BF16, **_stage(1), "sequence_parallel_size": 4}, 4, sequence_length=64).asked)
+    assert {name: shared[name] for name in ("weights", "masters")} == {name: alone[name] for name in ("weights", "masters")}
+    assert 0.2 < shared["activations"] / alone["activations"] < 0.3
+
+
+@pytest.mark.parametrize(
+    ("formats", "optimizer", "nbytes"),
+    [
+        ({"bf16": {"enabled": True}}, "AdamW", 16),
+        ({}, "AdamW", 16),  # no master: 4 + 4 + 8
+        ({"bf16": {"enabled": True}}, "Lion", 12),
+        ({}, "SGD", 8),
+        ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}, **_stage(1)}, "AdamW", 12),
+    ],
+)
+def test_a_bare_number_is_counted_in_the_configurations_formats(
+    formats: dict[str, Any], optimizer: str, nbytes: int
+) -> None:
+    config = {**formats, "optimizer": {"type": optimizer, "params": {"lr": 0.1}}}
+    assert plan(1e6, config, 1).asked.peak_nbytes() == nbytes * 10**6
+
+
+def test_without_an_optimizer_adamw_is_counted_and_told() -> None:
+    found = plan(Net(), {"bf16": {"enabled": True}}, 1)
+    assert "optimizer state" in _bytes(found.asked)
+    assert any("names no optimizer" in note for note in found.notes)
+
+
+def test_batch_normalisation_keeps_its_format_and_no_mark_stays_behind() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten())
+    found = plan(net, _BF16, 1, batch=((torch.empty(2, 3, 8, 8),), {}))
+    assert _bytes(found.asked)["weights"] >= 2 * (4 * 27 + 4) + 4 * 8
+    assert not any("deepspeed" in name for param in net.parameters() for name in vars(param))
+
+
+def test_optimizer_state_on_a_disk_is_in_files_and_buffers() -> None:
+    zero = {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/nowhere"}, "sub_group_size": 4096}
+    found = plan(Net(), {**_BF16, "zero_optimization": zero}, 2).asked
+    numel = 6 * 65 * 64 // 2
+    assert numel * 12 <= found.peak_nbytes("nvme") < numel * 12 * 1.05
+    assert {"gradients", "state buffers", "staged weights"} == {term.name for term in found.terms if term.tier == "host"}
+
+
+class _Reader(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_page_has_the_tables_escapes_names_and_asks_for_nothing(tmp_path: Path) -> None:
+    found = replace(plan(13e9, _BF16, 16, 40e9), subject="<script>alert(1)</script>", notes=("a < b & c",))
+    reader = _Reader()
+    reader.feed(page(found, bandwidth=50))
+    assert "script" not in {tag for tag, _ in reader.tags}
+    assert not [attrs for _, attrs in reader.tags if attrs.keys() & {"src", "href"}]
+    assert all(text in reader.text for text in ("<script>alert(1)</script>", "a < b & c", "208 GB", "stage 2", "0.975"))
+    assert "url(" not in reader.text  # of style sheets
+    assert [tag for tag, _ in reader.tags].count("tr") == 2 + len(found.asked.terms) + 1 + len(found.others)
+    assert main(["--params", "13e9", "--world-size", "16", "--html", str(tmp_path / "plan.html")]) == 0
+    assert "208 GB" in (tmp_path / "plan.html").read_text()
+
+
+def test_a_configuration_and_what_stands_for_one_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--params", "1e9", "--world-size", "1", "--config", "x.json", "--dtype", "fp32"])
+    assert "--dtype and --optimizer" in capsys.readouterr().err
+    assert main(["--params", "1e9", "--world-size", "1", "--dtype", "fp32", "--optimizer", "SGD", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["asked"]["device_peak_nbytes"] == 8 * 10**9
