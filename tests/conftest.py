@@ -147,8 +147,8 @@ def _fail_on_leaks(threads: set[threading.Thread], children: set[int]) -> None:
 def _left(threads: set[threading.Thread], children: set[int]) -> list[str]:
     new = [thread for thread in set(threading.enumerate()) - threads if thread.name not in _LASTING_THREADS]
     alive = [f"thread {thread.name!r}" for thread in new if thread.is_alive()]
-    hosts = sys.modules.get("tests.support.hosts")
-    kept = set(helper_pids()) | (hosts.kept_pids() if hosts is not None else set())
+    keepers = [sys.modules.get(f"tests.support.{name}") for name in ("hosts", "browser")]
+    kept = set(helper_pids()).union(*(keeper.kept_pids() for keeper in keepers if keeper is not None))
     return alive + [f"process {pid}" for pid in _children() - children - kept]
 
 

@@ -215,7 +215,7 @@ def history(run: Run, told: Sequence[CheckpointRecord]) -> Timeline:
         f"{len(run.attempts)} attempt(s) in {texts.duration(end - begin)}, from {texts.clock(begin)} UTC on; "
         f"{len(told)} checkpoint(s).",
         tuple(lanes),
-        tuple(Scale(0, axis.high - begin).ticks(lambda value: texts.duration(value) if value else "0")),
+        tuple(Scale(0, axis.high - begin).ticks(lambda value: texts.seconds(value) if value else "0")),
         tuple(kinds),
         f"The last {len(shown)} attempts are drawn." if first > 1 else "",
     )

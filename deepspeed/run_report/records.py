@@ -16,6 +16,7 @@ from pydantic import ConfigDict, JsonValue, TypeAdapter
 from pydantic.dataclasses import dataclass
 
 __all__ = [
+    "KINDS",
     "CheckpointRecord",
     "CommTotal",
     "End",
@@ -178,6 +179,8 @@ _ADAPTERS: Mapping[str, TypeAdapter[Any]] = {
     "profile": TypeAdapter(Profile),
     "end": TypeAdapter(End),
 }
+KINDS: tuple[str, ...] = tuple(_ADAPTERS)
+"""Kinds of lines that have a type here."""
 
 
 def record_of(kind: str, values: Mapping[str, Any]) -> Record | None:

@@ -59,6 +59,7 @@ class Summary:
     """These three: medians over reported steps."""
     peak_nbytes: float | None
     plan_nbytes: float | None
+    """Of a device's memory; None where ranks know their host's memory alone, in which Python and its libraries are, too."""
 
     @property
     def seconds(self) -> float:
@@ -109,7 +110,7 @@ def summarise(run: Run) -> Summary:
         samples_per_second=_median(step.samples_per_second for step in told.kept),
         mfu=_median(step.mfu for step in told.kept),
         peak_nbytes=max(memory.peaks.values(), default=None),
-        plan_nbytes=memory.plan,
+        plan_nbytes=memory.plan if memory.place == "device" else None,
     )
 
 
@@ -207,7 +208,7 @@ def _of_waits(run: Run) -> Iterable[Finding]:
         part = texts.share(waits.lost_seconds / waits.covered_seconds) if waits.covered_seconds else "much"
         yield Finding(
             "watch",
-            f"Rank {waits.straggler} keeps the others waiting: they stood {texts.duration(waits.lost_seconds)} longer in "
+            f"Rank {waits.straggler} keeps the others waiting: they stood {texts.seconds(waits.lost_seconds)} longer in "
             f"collectives than it did, {part} of the time.",
             "waits",
         )

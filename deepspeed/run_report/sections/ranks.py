@@ -36,17 +36,29 @@ def memory(run: Run, marks: Sequence[Mark]) -> Section | Absent:
         from_zero=True,
         is_wide=True,
     )
+    plan = memory.plan if memory.place == "device" else None
     rows = [
-        (f"rank {rank}", memory.peaks[rank], texts.nbytes(memory.peaks[rank]), (_of_plan(memory.peaks[rank], memory.plan),))
+        (
+            f"rank {rank}",
+            memory.peaks[rank],
+            texts.nbytes(memory.peaks[rank]),
+            (_of_plan(memory.peaks[rank], plan),) if plan else (),
+        )
         for rank in sorted(memory.peaks)
     ]
-    peaks = bar_table("Peak by rank", ("rank", "peak", "of the plan"), rows[:ROWS], note=left_out(len(rows), "ranks"))
+    peaks = bar_table(
+        "Peak by rank", ("rank", "peak", *(["of the plan"] if plan else [])), rows[:ROWS], note=left_out(len(rows), "ranks")
+    )
     few = (
         f" The {len(drawn)} ranks drawn are the fullest, the emptiest and those between."
         if len(drawn) < len(memory.by_rank)
         else ""
     )
-    what = "the process on a host, Python and libraries included" if memory.place == "host" else "the device"
+    what = (
+        "the process, Python and libraries included, which the plan does not count"
+        if memory.place == "host"
+        else "the device"
+    )
     blocks = [Block("line_chart", chart)] if chart else []
     blocks += [Block("table", peaks), *_plan_terms(run)]
     return Section("memory", "Memory", f"What each rank holds: memory of {what}.{few}", tuple(blocks))

@@ -80,7 +80,9 @@ def test_who_waits_least_is_waited_for(tmp_path: Path) -> None:
     assert found.covered_seconds == 10.0
     assert found.lost_seconds == pytest.approx(4.3)  # the median of ranks 0 and 2, less that of rank 1
     (said,) = [each.text for each in findings(run, BEGIN + 11) if each.section == "waits"]
-    assert said == "Rank 1 keeps the others waiting: they stood 4 s longer in collectives than it did, 43.0 % of the time."
+    assert (
+        said == "Rank 1 keeps the others waiting: they stood 4.30 s longer in collectives than it did, 43.0 % of the time."
+    )
 
 
 def test_no_rank_is_blamed_where_they_wait_alike(tmp_path: Path) -> None:
