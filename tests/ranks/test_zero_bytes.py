@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from deepspeed.comm import mean
 from deepspeed.comm.recorder import RECORDER
-from deepspeed.offload.write_behind import _WINDOW_NBYTES as WINDOW_NBYTES
-from deepspeed.offload.write_behind import _WINDOWS as WINDOWS
+from deepspeed.offload.write_behind import WINDOW_NBYTES, WINDOWS
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.zero import master
 from tests.support.engines import config, make_engine, zero

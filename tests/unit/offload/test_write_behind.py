@@ -44,7 +44,7 @@ def test_the_file_holds_what_was_written_last_wherever_pieces_meet(
 
 
 def test_neighbours_are_joined_and_memory_is_bounded(io: IoEngine, tmp_path: Path) -> None:
-    numel = 5 * (write_behind._WINDOW_NBYTES // 4)
+    numel = 5 * (write_behind.WINDOW_NBYTES // 4)
     with io.open(tmp_path / "file", 4 * numel, create=True) as file:
         sent = []
         original = io.write
@@ -55,8 +55,8 @@ def test_neighbours_are_joined_and_memory_is_bounded(io: IoEngine, tmp_path: Pat
             writes.write(4 * start, values[start : start + 1000], torch.float32)
         most = writes.nbytes
         writes.settle()
-        assert sent == [write_behind._WINDOW_NBYTES] * 5
-        assert most == write_behind._WINDOWS * write_behind._WINDOW_NBYTES
+        assert sent == [write_behind.WINDOW_NBYTES] * 5
+        assert most == write_behind.WINDOWS * write_behind.WINDOW_NBYTES
         assert writes.nbytes == 0
         assert torch.equal(_content(file, torch.float32), values)
 
