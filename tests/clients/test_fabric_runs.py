@@ -151,6 +151,7 @@ def test_each_stage_trains_what_ddp_trains(told: list[Told], name: str) -> None:
         assert_same_curve(each[name]["losses"], each["ddp"]["losses"])
         for key, value in each["ddp"]["weights"].items():
             torch.testing.assert_close(each[name]["weights"][key], value, rtol=0, atol=1e-5)
+        assert_same_curve(each[name]["after"], each["ddp"]["after"])
 
 
 @pytest.mark.parametrize("name", STAGES)
@@ -158,12 +159,13 @@ def test_what_was_saved_goes_on(told: list[Told], name: str) -> None:
     for each in told:
         assert_same_curve(each[name]["resumed"], each[name]["after"], tolerance=0)
         assert each[name]["state"] == {"epoch": EPOCHS, "best": float("inf"), "names": ("a", 2)}
-        assert "rng" in each[name]["rest"]
+        assert each[name]["state"] == each["ddp"]["state"]
+        assert each[name]["rest"] == each["ddp"]["rest"] == ["rng"]
 
 
 def test_clipping_is_the_configurations(told: list[Told]) -> None:
     for each in told:
-        assert "gradient_clipping" in each["deepspeed_stage_3"]["clip"]
+        assert all("gradient_clipping" in each[name]["clip"] for name in STAGES)
         assert_same_curve(each["clipped"], each["ddp, clipped"])
 
 
