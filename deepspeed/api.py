@@ -234,7 +234,9 @@ def _plan_of(request: EngineRequest) -> dict[str, int] | None:
     if is_cut or config.optimizer is None or request.optimizer is not None or not is_whole:
         return None
     states = importlib.import_module("deepspeed.planning.states")  # only here: a training run has no use for its room
-    terms = states.model_states(request.module, config, mesh.zero_group.size).terms
+    ranks, optimizers = states.Ranks(mesh.zero_group.size), states.Optimizers(request.module)
+    kind = get_accelerator().device_name()
+    terms = states.model_states(request.module, config, ranks, optimizers, device_type=kind).terms
     return {term.name if term.tier == "device" else f"{term.name} ({term.tier})": term.nbytes for term in terms}
 
 
