@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from deepspeed.run_report.reading import Attempt, Run
-from deepspeed.run_report.records import CheckpointRecord, CommTotal, Experts, RankStep, Step
+from deepspeed.run_report.records import CheckpointRecord, Experts, RankStep, Step
 
 __all__ = [
     "Curve",
@@ -177,19 +177,17 @@ class Operation:
 
 def operations(run: Run) -> list[Operation]:
     """Collective operations, the longest first; steps that were redone count, too."""
-    totals: dict[str, list[CommTotal]] = {}
+    sums: dict[str, tuple[float, float, float]] = {}
     ranks = set()
     for attempt in run.attempts:
         for rank, records in attempt.rank_steps.items():
             for record in records:
                 for name, total in (record.comm or {}).items():
                     if total is not None:
-                        totals.setdefault(name, []).append(total)
+                        count, nbytes, seconds = sums.get(name, (0.0, 0.0, 0.0))
+                        sums[name] = (count + total.count, nbytes + total.nbytes, seconds + total.seconds)
                         ranks.add(rank)
-    found = [
-        Operation(name, *(sum(getattr(each, key) for each in told) / len(ranks) for key in ("count", "nbytes", "seconds")))
-        for name, told in totals.items()
-    ]
+    found = [Operation(name, *(each / len(ranks) for each in told)) for name, told in sums.items()]
     return sorted(found, key=lambda each: (-each.seconds, -each.nbytes, each.name))
 
 

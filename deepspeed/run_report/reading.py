@@ -13,10 +13,11 @@ records (`records`), numbers (`facts`).
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -100,21 +101,31 @@ class Attempt:
     @property
     def rank_steps(self) -> Mapping[int, tuple[RankStep, ...]]:
         """Each rank's own records of steps."""
-        return {rank: _of(records, RankStep) for rank, records in sorted(self.ranks.items())}
+        return {rank: self._of(rank, RankStep) for rank in sorted(self.ranks)}
 
     @property
     def ends(self) -> Mapping[int, End]:
         """The last `end` of each rank that has one."""
-        found = {rank: _of(records, End) for rank, records in sorted(self.ranks.items())}
+        found = {rank: self._of(rank, End) for rank in sorted(self.ranks)}
         return {rank: ends[-1] for rank, ends in found.items() if ends}
 
     def told_by_one(self, kind: type[_R]) -> tuple[_R, ...]:
         """All records of a kind by the lowest rank that has any."""
-        for _, records in sorted(self.ranks.items()):
-            found = _of(records, kind)
-            if found:
-                return found
-        return ()
+        return next((found for rank in sorted(self.ranks) if (found := self._of(rank, kind))), ())
+
+    def _of(self, rank: int, kind: type[_R]) -> tuple[_R, ...]:
+        found: tuple[_R, ...] = self._by_kind[rank].get(kind, ())  # type: ignore[assignment]
+        return found
+
+    @functools.cached_property
+    def _by_kind(self) -> dict[int, dict[type, tuple[Record, ...]]]:
+        """Each rank's records by kind: a long run has very many, and every fact asks for one kind."""
+        found: dict[int, dict[type, list[Record]]] = {}
+        for rank, records in self.ranks.items():
+            mine = found.setdefault(rank, {})
+            for record in records:
+                mine.setdefault(type(record), []).append(record)
+        return {rank: {kind: tuple(records) for kind, records in mine.items()} for rank, mine in found.items()}
 
 
 _R = TypeVar("_R", Step, RankStep, Experts, Schedule, CheckpointRecord, Profile, End)
@@ -299,7 +310,3 @@ def _parts(start: Start | None, group: Iterable[_Segment]) -> bool:
 def _attempt(group: Mapping[int, _Segment]) -> Attempt:
     starts = {rank: segment.start for rank, segment in sorted(group.items()) if segment.start is not None}
     return Attempt(starts, {rank: tuple(segment.records) for rank, segment in sorted(group.items())})
-
-
-def _of(records: Sequence[Record], kind: type[_R]) -> tuple[_R, ...]:
-    return tuple(record for record in records if isinstance(record, kind))
