@@ -21,6 +21,7 @@ nobody reads the slot any more, and one wait per exchange is enough.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
@@ -157,29 +158,45 @@ class SharedParts:
         self._board = memory.board
         self._record = record
         self._number = 0
+        self._is_under_way = False
 
     def exchange(
         self, leaving: Sequence[Sequence[torch.Tensor]], arriving: Sequence[Sequence[Shape]], nbytes: int
     ) -> Iterator[tuple[int, list[torch.Tensor]]]:
         """See `PartsExchanger`; `nbytes` is at most `capacity_nbytes`."""
-        self._peers.check_usable()
+        self.check_idle()
+        self._is_under_way = True
         done = self._record(nbytes * self._peers.size, self._peers.size)
-        number = self._number + 1
+        number, kind = self._number + 1, _kind(leaving[0])
         try:
             self._pack(number % 2, leaving)
-            self._board.launch(number, nbytes, len(leaving[0]))
+            self._board.launch(number, nbytes, kind)
             yield self._rank, list(leaving[self._rank])
+            self._peers.check_usable()
             self._peers.wait(self._board.launched, number, lambda: f"exchange {number} of parts", "to bring its parts")
-            self._check_alike(number, (nbytes, len(leaving[0])))
+            self._check_alike(number, (nbytes, kind))
         except BaseException as error:  # an interrupt too: this rank has lost step with the others
-            self._peers.failed(error)
+            given_up = isinstance(error, GeneratorExit)
+            self._peers.failed(CommError(f"exchange {number} of parts was given up half way") if given_up else error)
             raise
-        self._number = number
+        self._number, self._is_under_way = number, False
         if done is not None:
             done()
         for rank, places in enumerate(self._places):
             if rank != self._rank:
                 yield rank, _cut(places[number % 2, self._rank], arriving[rank], leaving[0])
+
+    def check_idle(self) -> None:
+        """Raise CommError while an exchange is under way: a second one would write into the first one's slot."""
+        self._peers.check_usable()
+        if self._is_under_way:
+            error = CommError(
+                f"rank {self._ranks[self._rank]}: exchange {self._number + 1} of parts over ranks {list(self._ranks)} was "
+                "begun and is not over, and another one was asked for. Wait for each before the next; if an exception came "
+                "between, ranks have lost step: end the job, and start it again from a checkpoint."
+            )
+            self._peers.failed(error)
+            raise error
 
     def close(self) -> None:
         """Leave the others, who get an error if they wait for this rank. Not collective."""
@@ -199,10 +216,20 @@ class SharedParts:
             if theirs != mine:
                 raise CommError(
                     f"rank {self._ranks[self._rank]}: exchange {number} of parts over ranks {list(self._ranks)} cannot be: "
-                    f"here {mine[1]} tensors of {mine[0]} bytes per rank, on rank {self._ranks[rank]} {theirs[1]} of "
-                    f"{theirs[0]}. All ranks need tensors of the same sizes; of sequences, parts of the same length and "
-                    "heads, or lengths that are said to vary."
+                    f"here {_count(mine[1])} tensors of {mine[0]} bytes per rank, on rank {self._ranks[rank]} "
+                    f"{_count(theirs[1])} of {theirs[0]}{'' if theirs[1] == mine[1] else ', or of other dtypes'}. All ranks "
+                    "need tensors of the same sizes and dtypes; of sequences, parts of the same length and heads, or "
+                    "lengths that are said to vary."
                 )
+
+
+def _kind(tensors: Sequence[torch.Tensor]) -> int:
+    """Their number, and a checksum of their dtypes above it: bytes alone do not tell fp16 from bf16."""
+    return zlib.crc32(" ".join(str(tensor.dtype) for tensor in tensors).encode()) << 16 | len(tensors)
+
+
+def _count(kind: int) -> int:
+    return kind & 0xFFFF
 
 
 class SharedOrBackendParts:
@@ -235,6 +262,7 @@ class SharedOrBackendParts:
     def _grow(self, nbytes: int) -> None:
         """Collective, since all ranks have the same `nbytes` and the same capacity."""
         if self._shared is not None:
+            self._shared.check_idle()
             nbytes = max(nbytes, 2 * self._shared.capacity_nbytes)
             self._shared.close()  # one that has other sizes, and still waits there, is told
         self._shared = self._share(_padded(nbytes))

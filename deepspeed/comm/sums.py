@@ -58,17 +58,20 @@ def all_reduce_now(x: Tensor, group: Group = None, op: Any = collectives.ReduceO
 
 @not_compiled
 def start_all_reduce(x: Tensor, group: Group = None, op: Any = collectives.ReduceOp.SUM) -> Work:
-    """Begin `all_reduce_now`; `x` may be read and written again after `wait`. Ranks wait in the order of their starts."""
+    """Begin `all_reduce_now`; `x` may be read and written again after `wait`, and the group's next sum begins after it.
+
+    Raises:
+        CommError: as `all_reduce_now`; or the sum before was not waited for.
+    """
     ranks = dist.get_world_size(group)
     exchanger = parts_exchanger(group, x.device, "sums")
     block_numel = _BLOCK_NBYTES // x.itemsize
-    part_numel = min(x.numel(), block_numel) if ranks == _PAIR else -(-min(x.numel(), block_numel) // ranks)
-    nbytes = part_nbytes([(part_numel,)], [x.itemsize])
+    nbytes = _part_nbytes(x, min(x.numel(), block_numel), ranks)
     if not x.numel() or ranks == 1 or not exchanger.is_shared(nbytes):
         work: Work = collectives.all_reduce(x, op, group, async_op=True)
         return work
     done = _record(x.nbytes, ranks)
-    way = _Way(exchanger, dist.get_rank(group), ranks, nbytes, _ADD[op])
+    way = _Way(exchanger, dist.get_rank(group), ranks, _ADD[op])
     sums = [way.pair(block) if ranks == _PAIR else way.parts(block) for block in torch.split(x.view(-1), block_numel)]
     next(sums[0])
     return _Blocks(sums, done)
@@ -97,12 +100,11 @@ class _Way(NamedTuple):
     exchanger: PartsExchanger
     rank: int
     ranks: int
-    nbytes: int
     add: Callable[..., Tensor]
 
     def pair(self, block: Tensor) -> Iterator[None]:
         """Bring the block; add what the other rank has brought."""
-        arriving = self.exchanger.exchange([[block]] * 2, [[tuple(block.shape)]] * 2, self.nbytes)
+        arriving = self.exchanger.exchange([[block]] * 2, [[tuple(block.shape)]] * 2, self._nbytes(block))
         next(arriving)  # one's own
         yield
         for _, (other,) in arriving:
@@ -111,8 +113,8 @@ class _Way(NamedTuple):
     def parts(self, block: Tensor) -> Iterator[None]:
         """Bring all parts; add up the own one, and collect the sums of the others."""
         parts = block.tensor_split(self.ranks)
-        own = parts[self.rank]
-        arriving = self.exchanger.exchange([[part] for part in parts], [[tuple(own.shape)]] * self.ranks, self.nbytes)
+        own, nbytes = parts[self.rank], self._nbytes(block)
+        arriving = self.exchanger.exchange([[part] for part in parts], [[tuple(own.shape)]] * self.ranks, nbytes)
         terms = dict([next(arriving)])
         yield
         terms.update(arriving)
@@ -120,7 +122,16 @@ class _Way(NamedTuple):
         for rank in range(1, self.ranks):
             total = self.add(total, terms[rank][0])
         own.copy_(total)
-        sums = self.exchanger.exchange([[own]] * self.ranks, [[tuple(part.shape)] for part in parts], self.nbytes)
+        sums = self.exchanger.exchange([[own]] * self.ranks, [[tuple(part.shape)] for part in parts], nbytes)
         for rank, (theirs,) in sums:
             if rank != self.rank:
                 parts[rank].copy_(theirs)
+
+    def _nbytes(self, block: Tensor) -> int:
+        """Of this block's largest part, not of the largest block's: ranks compare it, and the last blocks may differ."""
+        return _part_nbytes(block, block.numel(), self.ranks)
+
+
+def _part_nbytes(x: Tensor, numel: int, ranks: int) -> int:
+    part_numel = numel if ranks == _PAIR else -(-numel // ranks)
+    return part_nbytes([(part_numel,)], [x.itemsize])

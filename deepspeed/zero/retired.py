@@ -31,9 +31,10 @@ _WITHOUT_VALUES = frozenset(
         *(_tensor.__hash__, _tensor.requires_grad_),
         *(_tensor.grad.__get__, _tensor.grad.__set__, _tensor.grad_fn.__get__, _tensor.is_leaf.__get__),
         *(_tensor.requires_grad.__get__, _tensor.requires_grad.__set__),
+        *(_tensor.dtype.__get__, _tensor.device.__get__, _tensor.is_floating_point, _tensor.is_complex),
     ]
 )
-"""What may be asked of a parameter on one rank: membership in a set or a module, gradients, whether it trains."""
+"""What may be asked of a parameter on one rank: membership in a set or a module, gradients, whether it trains, dtype, device."""
 
 
 class _Retired:
@@ -49,7 +50,7 @@ class _Retired:
     def restore(self) -> None:
         params, self._params = self._params, []
         for param in params:
-            param.__class__ = type(param).__mro__[2]
+            param.__class__ = _own(type(param))
             del vars(param)[_RETIRED]
         if params:
             self._make_whole()
@@ -57,6 +58,10 @@ class _Retired:
 
 class _Noticing:
     """Mixed into the class of a retired parameter."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """One of its own class: what is made as `type(param)(values)`, such as a deep copy, is not retired."""
+        return _own(cls)(*args, **kwargs)
 
     @classmethod
     def __torch_function__(
@@ -75,6 +80,11 @@ class _Noticing:
 @cache
 def _retired_class(own: type[nn.Parameter]) -> type[nn.Parameter]:
     return type(own.__name__, (_Noticing, own), {"__module__": own.__module__})
+
+
+def _own(retired: type) -> type[nn.Parameter]:
+    own: type[nn.Parameter] = retired.__mro__[2]
+    return own
 
 
 def _found(tree: Any) -> Iterator[nn.Parameter]:

@@ -87,6 +87,77 @@ def test_tensors_of_other_sizes_are_refused_on_every_rank() -> None:
         assert "All ranks need tensors of the same sizes" in text
 
 
+def _last_blocks_differ(rank: int, world_size: int) -> str:
+    sums._BLOCK_NBYTES = 1024
+    with pytest.raises(CommError) as raised:
+        sums.all_reduce_now(torch.ones(256 + 100 + 50 * rank))
+    return str(raised.value)
+
+
+def _dtypes_differ(rank: int, world_size: int) -> str:
+    with pytest.raises(CommError) as raised:
+        sums.all_reduce_now(torch.ones(100, dtype=torch.float16 if rank else torch.bfloat16))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("function", [_last_blocks_differ, _dtypes_differ])
+def test_what_differs_in_the_last_block_or_in_dtype_alone_is_refused_too(function: Any, world_size: int) -> None:
+    for text in run_ranks(function, world_size):
+        assert "All ranks need tensors of the same sizes and dtypes" in text
+
+
+def _two_at_once(rank: int, world_size: int, numel: int) -> list[str]:
+    """A second sum, of `numel` elements, before the first was waited for; then the first's wait."""
+    work = sums.start_all_reduce(torch.ones(16))
+    texts = []
+    for go_on in (lambda: sums.start_all_reduce(torch.ones(numel)), work.wait):
+        with pytest.raises(CommError) as raised:
+            go_on()
+        texts.append(str(raised.value))
+    return texts
+
+
+@pytest.mark.parametrize("numel", [16, 5000], ids=["the same memory", "memory that would grow"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_sum_that_begins_before_the_last_one_is_over_is_refused(world_size: int, numel: int) -> None:
+    for texts in run_ranks(_two_at_once, world_size, numel):
+        assert all("was begun and is not over" in text for text in texts)
+
+
+def _stopped_half_way(rank: int, world_size: int, is_kept: bool) -> list[float | str]:
+    """Rank 0 raises between start and wait of the third sum, catches that, and goes on."""
+    found: list[float | str] = []
+    kept = []
+    for step in range(5):
+        x = torch.full((16,), 10.0 * step + rank)
+        try:
+            work = sums.start_all_reduce(x)
+            kept.append(work) if is_kept else None
+            if rank == 0 and step == 2:
+                del work
+                raise ValueError("between")
+            work.wait()
+            found.append(float(x[0]))
+        except (ValueError, CommError) as error:
+            found.append(type(error).__name__)
+    return found
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_after_an_exception_between_start_and_wait_there_are_errors_and_no_wrong_sums(
+    world_size: int, is_kept: bool
+) -> None:
+    right = [sum(10.0 * step + rank for rank in range(world_size)) for step in range(5)]
+    first, *others = run_ranks(_stopped_half_way, world_size, is_kept)
+    assert first == [*right[:2], "ValueError", "CommError", "CommError"]
+    for found in others:  # of two ranks the other one had all terms of the third sum
+        assert found[:2] == right[:2]
+        assert found[2] in (right[2], "CommError")
+        assert found[3:] == ["CommError"] * 2
+
+
 def _recorded(rank: int, world_size: int) -> Any:
     sums.all_reduce_now(torch.ones(256))  # shared memory is agreed on
     comm.configure(enabled=True, prof_all=True, verbose=False)

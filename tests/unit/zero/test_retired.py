@@ -41,7 +41,7 @@ USES: dict[str, Callable[[nn.Parameter], Any]] = {
     "data": lambda param: param.data,
     "shape": lambda param: param.shape,
     "numel": lambda param: param.numel(),
-    "device": lambda param: param.device,
+    "its place in memory": lambda param: param.data_ptr(),
     "detach": lambda param: param.detach(),
     "a copy": copy.deepcopy,
     "a pickle": pickle.dumps,
@@ -91,10 +91,25 @@ def test_what_needs_no_values_leaves_them_away() -> None:
     params[0].requires_grad_(True)
     params[0].grad = None
     assert params[0].grad is None
+    assert (params[0].dtype, params[0].device) == (torch.float32, torch.device("cpu"))
+    assert params[0].is_floating_point()
     assert isinstance(params[0], nn.Parameter)
     assert nn.ParameterList(params)[0] is params[0]
     assert not hasattr(params[0], "ds_id")
     assert done == []
+
+
+@pytest.mark.parametrize("cls", [nn.Parameter, Own])
+@pytest.mark.parametrize(
+    "made", [copy.deepcopy, lambda param: type(param)(param.data), lambda param: pickle.loads(pickle.dumps(param))]
+)
+def test_what_is_made_from_one_is_an_ordinary_parameter(made: Callable[..., Any], cls: type[nn.Parameter]) -> None:
+    params, done = _retired(1, cls)
+    copied = made(params[0])
+    assert type(copied) in (nn.Parameter, cls)  # torch's own pickles of parameters forget the class
+    assert not vars(copied)
+    assert done == ["whole"]
+    assert torch.equal(copied + 1, torch.full((3,), 2.0))
 
 
 def test_a_class_of_the_users_comes_back() -> None:
