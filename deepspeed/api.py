@@ -233,11 +233,11 @@ def _plan_of(request: EngineRequest) -> dict[str, int] | None:
     is_whole = request.model_parameters is None or {id(param) for param in request.model_parameters} == trained
     if is_cut or config.optimizer is None or request.optimizer is not None or not is_whole:
         return None
-    states = importlib.import_module("deepspeed.planning.states")  # only here: a training run has no use for its room
-    ranks, optimizers = states.Ranks(mesh.zero_group.size), states.Optimizers(request.module)
-    kind = get_accelerator().device_name()
-    terms = states.model_states(request.module, config, ranks, optimizers, device_type=kind).terms
-    return {term.name if term.tier == "device" else f"{term.name} ({term.tier})": term.nbytes for term in terms}
+    planning = importlib.import_module("deepspeed.planning.of_engine")  # only here: a training run has no use for its room
+    terms: dict[str, int] = planning.terms_of_engine(
+        request.module, config, mesh.zero_group.size, get_accelerator().device_name()
+    )
+    return terms
 
 
 def _start_engine(request: EngineRequest, verification: Verification | None) -> DeepSpeedEngine:

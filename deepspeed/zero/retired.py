@@ -34,7 +34,7 @@ _WITHOUT_VALUES = frozenset(
         *(_tensor.dtype.__get__, _tensor.device.__get__, _tensor.is_floating_point, _tensor.is_complex),
     ]
 )
-"""What may be asked of a parameter on one rank: membership in a set or a module, gradients, whether it trains, dtype, device."""
+"""What may be asked of a parameter on one rank: membership in a set or a module, gradients, training, dtype, device."""
 
 
 class _Retired:
