@@ -97,7 +97,7 @@ def _one(client: Client, args: argparse.Namespace, folder: Path, lists: Path) ->
 def version(name: str) -> str:
     """The version of `constraints.txt`."""
     text = (HERE.parents[2] / "constraints.txt").read_text()
-    found = re.search(rf"^{re.escape(name)}==(\S+)$", text, re.MULTILINE)
+    found = re.search(rf"^{re.escape(name)}==([^\s;]+)\s*(?:;.*)?$", text, re.MULTILINE)
     if found is None:
         raise LookupError(f"constraints.txt does not pin {name}: add a line {name}==VERSION.")
     return found[1]
