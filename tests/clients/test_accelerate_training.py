@@ -113,6 +113,8 @@ def test_autocast_of_torch_through_our_config_is_that_of_accelerate(stage: int) 
     expected = reference_of(Recipe(mixed_precision="bf16"))
     for ours, theirs in zip(run_ranks(trained, 2, by_config(stage, autocast), init=False), expected, strict=True):
         assert_same_curve(ours["losses"], theirs["losses"])
+        assert ours["norms"] == pytest.approx(theirs["norms"], rel=1e-4)
+        assert ours["rates"] == theirs["rates"]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -123,3 +125,4 @@ def test_bf16_weights_with_masters_follow_autocast_closely(stage: int) -> None:
     for ours, theirs in zip(got, expected, strict=True):
         # both compute products of bf16, but ours also adds and normalizes in it: half a unit in the last place of 4
         assert_same_curve(ours["losses"], theirs["losses"], 4 * 2**-9)
+        assert ours["rates"] == theirs["rates"]

@@ -31,20 +31,25 @@ def _in_turn(rank: int, world_size: int, folder: Path) -> dict[tuple[str, str], 
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Tuned]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, str], Tuned]]:
     """Every method in one process for each rank: loading PEFT takes as long as ten of them."""
     folder = tmp_path_factory.mktemp("adapters")
     tiny_llama().save_pretrained(folder / "base")
-    found: dict[tuple[str, str], Tuned] = run_ranks(_in_turn, 2, folder, timeout_seconds=150)[0]
+    found: list[dict[tuple[str, str], Tuned]] = run_ranks(_in_turn, 2, folder, timeout_seconds=150)
     return found
 
 
 @pytest.mark.parametrize("zero", _ZERO)
 @pytest.mark.parametrize("method", METHODS)
 def test_an_adapter_trains_and_travels_as_in_one_process(
-    results: dict[tuple[str, str], Tuned], method: str, zero: str
+    results: list[dict[tuple[str, str], Tuned]], method: str, zero: str
 ) -> None:
-    got, expected = results[method, zero], results[method, _ALONE]
+    for of_rank in results:
+        _assert_same(of_rank[method, zero], of_rank[method, _ALONE])
+
+
+def _assert_same(got: Tuned, expected: Tuned) -> None:
+    """Adapters agree in the mean: Adam makes rounding of a gradient near zero a step of the full rate, in few elements."""
     assert len(expected.losses) == UPDATES
     assert_same_curve(got.losses, expected.losses)
     assert (got.merged is None) is (expected.merged is None)
@@ -54,9 +59,10 @@ def test_an_adapter_trains_and_travels_as_in_one_process(
     assert got.saved.keys() == expected.saved.keys() != set()
     for name, tensor in expected.saved.items():
         assert got.saved[name].shape == tensor.shape, name
+        assert (got.saved[name] - tensor).abs().mean() <= 1e-5, name
 
 
-def test_the_budget_of_adalora_was_spent(results: dict[tuple[str, str], Tuned]) -> None:
+def test_the_budget_of_adalora_was_spent(results: list[dict[tuple[str, str], Tuned]]) -> None:
     for zero in (_ALONE, *_ZERO):
-        kept = [tensor for name, tensor in results["adalora", zero].saved.items() if name.endswith("lora_E")]
+        kept = [tensor for name, tensor in results[0]["adalora", zero].saved.items() if name.endswith("lora_E")]
         assert sum(tensor.shape[0] for tensor in kept) < 6 * len(kept)  # resized to the ranks that were kept
