@@ -39,6 +39,7 @@ class RunLogWriter:
     def __init__(self, folder: Path, rank: int, clock_seconds: Callable[[], float] = time.time) -> None:
         self.path = folder / file_name(rank)
         self._clock_seconds = clock_seconds
+        self._owner_pid = os.getpid()
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file: IO[bytes] | None = self.path.open("ab", buffering=0)
@@ -50,11 +51,11 @@ class RunLogWriter:
             ) from error
 
     def write(self, record: Record) -> None:
-        """Append a record; nothing once closed.
+        """Append a record; nothing once closed, nor in a forked child, whose end is not the run's.
 
         A log is no reason to end a run: where the file takes no more, that is said once, and nothing follows.
         """
-        if self._file is None:
+        if self._file is None or os.getpid() != self._owner_pid:
             return
         line = ("\n" if self._was_cut else "") + line_of(record, self._clock_seconds()) + "\n"
         self._was_cut = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import multiprocessing
 import os
 from pathlib import Path
 from typing import Any
@@ -70,3 +71,14 @@ def test_a_full_disk_is_said_once_and_ends_nothing(tmp_path: Path, caplog: pytes
         writer.write(End(2, "done"))
     (line,) = caplog.messages
     assert "takes no more records (No space left on device)" in line
+
+
+def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
+    writer = RunLogWriter(tmp_path, 0)
+    child = multiprocessing.get_context("fork").Process(target=writer.write, args=(End(1, "the child's"),))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    writer.write(End(2, "done"))
+    writer.close()
+    assert [record["cause"] for record in _read(tmp_path)] == ["done"]
