@@ -73,8 +73,9 @@ class TracedSteps:
         profiler.export_chrome_trace(str(self._path))
         done = self._engine.global_steps
         if done < self._last:
-            logger.warning("the script ended after step %d: the trace ends there, not after step %d.", done, self._last)
-        log_dist(f"traces of steps {self._first} to {min(done, self._last)}, one file per rank: {self._path.parent}")
+            logger.warning("%s", _ended_early(self._first, self._last, done))
+        last = min(max(done, self._first), self._last)
+        log_dist(f"traces of steps {self._first} to {last}, one file per rank: {self._path.parent}")
 
     def _updated(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = method(*args, **kwargs)
@@ -96,3 +97,9 @@ class TracedSteps:
         self._methods.restore()  # on top of the names: the last step's must have ended when the profiler stops
         self._running.enter_context(named_ranges(self._engine))
         self._methods.replace(self._engine, "_update", self._updated)
+
+
+def _ended_early(first: int, last: int, done: int) -> str:
+    if done < first:
+        return f"the script ended before step {first} was over: the trace holds what there was of it."
+    return f"the script ended after step {done}: the trace ends there, not after step {last}."

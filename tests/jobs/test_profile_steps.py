@@ -39,3 +39,12 @@ def test_each_rank_leaves_a_trace_with_our_names(tmp_path: Path) -> None:
         assert [names.count(name) for name in ("forward", "backward", "step")] == [2, 2, 2]
         assert any(name.startswith("gather ") for name in names)
         assert any(name.startswith("reduce ") for name in names)
+
+
+def test_a_script_that_ends_before_the_first_step_is_over_says_so(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    words = ["--num_gpus", "1", "--profile-steps", "5-7", "--profile-folder", "traces", "train.py"]
+    status, output = run_job(tmp_path, words)
+    assert status == 0, output
+    assert "the script ended before step 5 was over: the trace holds what there was of it" in output
+    assert "traces of steps 5 to 5, one file per rank" in output
