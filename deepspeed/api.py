@@ -38,6 +38,7 @@ from deepspeed.engine.build import build_engine
 from deepspeed.engine.degrees import Degrees, check_group, group_source, with_recorded, without_tensor_ranks
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.experts import place_experts
+from deepspeed.engine.log_start import host_nbytes_beside
 from deepspeed.engine.recording import StepRecorder
 from deepspeed.engine.request import EngineRequest
 from deepspeed.engine.resuming import resume_newest
@@ -120,7 +121,7 @@ def initialize(
     given = (optimizer, parameters, training_data, lr_scheduler, collate_fn, mpu)
     request = EngineRequest(model, parsed, mesh, *given, restarts=restarts(os.environ))
     if parsed.run_log.enabled:
-        request = dataclasses.replace(request, plan=_plan_of(request))
+        request = dataclasses.replace(request, plan=_plan_of(request), host_nbytes=host_nbytes_beside(model))
     engine = _start_engine(request, verification)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 

@@ -10,6 +10,7 @@ import socket
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.host_memory import HostMemory
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from deepspeed.engine.request import EngineRequest
     from deepspeed.engine.terms import Terms
 
-__all__ = ["open_log", "start_log"]
+__all__ = ["host_nbytes_beside", "open_log", "start_log"]
 
 _TERA = 1e12
 
@@ -59,6 +60,19 @@ def start_log(engine: DeepSpeedEngine, request: EngineRequest, terms: Terms) -> 
         engine._parts.report.log.start(_start(engine, request, terms))
 
 
+def host_nbytes_beside(module: nn.Module) -> int:
+    """Bytes of this process's memory that are not the module's tensors: the interpreter, libraries, data of the script.
+
+    What a process holds beyond them later is what training with the module takes, and what a memory plan tells.
+    Asked once the plan is made, for planning loads libraries, too.
+    """
+    own = [*module.parameters(), *module.buffers()]
+    own += [shard for each in own if isinstance(shard := getattr(each, "ds_tensor", None), torch.Tensor)]
+    storages = [each.untyped_storage() for each in own if each.device.type == "cpu"]
+    nbytes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    return max(0, HostMemory().resident_nbytes() - sum(nbytes.values()))
+
+
 def _start(engine: DeepSpeedEngine, request: EngineRequest, terms: Terms) -> Start:
     config, mesh, cuts = request.config, request.mesh, engine._parts.cuts
     shapes = [cuts.shape(name, whole_shape(param)) for name, param in engine.module.named_parameters()]
@@ -68,7 +82,7 @@ def _start(engine: DeepSpeedEngine, request: EngineRequest, terms: Terms) -> Sta
         world_size=mesh.world_size,
         host=socket.gethostname(),
         pid=os.getpid(),
-        device=get_accelerator().product_name(),
+        device=get_accelerator().product_name() or get_accelerator().device_name(),
         mesh=mesh.sizes,
         model=type(engine.module).__name__,
         parameters=sum(torch.Size(shape).numel() for shape in shapes),
@@ -77,6 +91,7 @@ def _start(engine: DeepSpeedEngine, request: EngineRequest, terms: Terms) -> Sta
         restarts=request.restarts,
         plan=request.plan,
         step=engine.global_steps,
+        host_bytes=request.host_nbytes,
     )
 
 

@@ -35,6 +35,9 @@ class EngineRequest:
     plan: Mapping[str, int] | None = None
     """Term of the memory plan -> bytes per rank, where it is known: for the run log."""
 
+    host_nbytes: int | None = None
+    """What the process held beside the module before the engine was built: for the run log."""
+
     @cached_property
     def stage(self) -> Stage:
         """The module's place in a pipeline, if it has one."""

@@ -73,6 +73,8 @@ class Start:
     """Term of the memory plan -> bytes per rank."""
     step: int
     """Global steps done; a checkpoint that is loaded later says so itself."""
+    host_bytes: int | None = None
+    """Resident set of the process before the engine was built, without the module's own tensors: Python and libraries."""
     format: int = FORMAT
 
 

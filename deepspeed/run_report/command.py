@@ -67,7 +67,7 @@ def as_dict(run: Run, now: float) -> dict[str, Any]:
 
 def _write(path: Path, page: str) -> Path:
     try:
-        path.write_text(page, encoding="utf-8")
+        path.write_text(page, encoding="utf-8", errors="replace")  # a folder's name may be no text
     except OSError as error:
         raise FileIoError(
             error.errno,

@@ -8,10 +8,11 @@ Seconds and bytes throughout. Called by `sections` and `top`. Does not live here
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from deepspeed.run_report.reading import Attempt, Run
 from deepspeed.run_report.records import CheckpointRecord, Experts, RankStep, Step
@@ -25,18 +26,30 @@ __all__ = [
     "Waits",
     "checkpoints",
     "curve",
+    "elapsed",
     "experts",
     "memory",
     "operations",
     "phases",
-    "plan_nbytes",
+    "plan_terms",
     "rank_steps",
     "steps",
     "waits",
 ]
 
 _STANDS_OUT = 0.02  # of the time; less is what any two ranks differ by
-_Stepped = TypeVar("_Stepped", Step, RankStep, Experts)
+_TELLING = 0.5  # of a process's memory before its engine was built: libraries grow by parts of it when they are first used
+
+
+class _Held(NamedTuple):
+    """What a rank held at a step."""
+
+    step: int
+    nbytes: float | None
+    peak_nbytes: float | None
+
+
+_Stepped = TypeVar("_Stepped", Step, RankStep, Experts, _Held)
 
 
 @dataclass(frozen=True)
@@ -64,7 +77,7 @@ class Steps:
 
     kept: tuple[Step, ...]
     redone: tuple[Step, ...]
-    """Steps that a later attempt computed again, as they were the first time."""
+    """Steps that a later attempt gave up, most of them to compute them again."""
 
 
 def steps(run: Run) -> Steps:
@@ -86,43 +99,88 @@ def curve(name: str, records: Sequence[_Stepped], value: Callable[[_Stepped], fl
     return Curve(name, tuple(record.step for record in records), tuple(value(record) for record in records))
 
 
-def plan_nbytes(run: Run) -> float | None:
-    """Bytes that a rank was planned to hold, by the last attempt that has a plan; the fullest rank's."""
+Place = Literal["device", "host"]
+
+
+def plan_terms(run: Run, place: Place) -> Mapping[str, float]:
+    """Bytes by term that the fullest rank was planned to hold in a place, by the last attempt that has a plan.
+
+    A host that is the device of its rank holds what is planned for devices and hosts; files hold the rest.
+    """
+    elsewhere = (" (nvme)",) if place == "host" else (" (host)", " (nvme)")
     for attempt in reversed(run.attempts):
-        sums = [sum(nbytes or 0 for nbytes in start.plan.values()) for start in attempt.starts.values() if start.plan]
-        if sums:
-            return max(sums)
-    return None
+        plans = [
+            {name: nbytes or 0.0 for name, nbytes in start.plan.items() if not name.endswith(elsewhere)}
+            for start in attempt.starts.values()
+            if start.plan
+        ]
+        if plans:
+            return max(plans, key=lambda plan: sum(plan.values()))
+    return {}
 
 
 @dataclass(frozen=True)
 class Memory:
     """What ranks held over steps."""
 
-    place: str
+    place: Place
     """`device` where a rank knows its device's memory, else `host`."""
     by_rank: Mapping[int, Curve]
     peaks: Mapping[int, float]
     """The most that each rank held: as the device says, or the largest value seen."""
     plan: float | None
+    """What the fullest rank was planned to hold."""
+    before: float | None = None
+    """On a host: the most that a process held before its engine was built, which is left out above; None: nothing is."""
 
     @property
     def fullest(self) -> int | None:
         """The rank with the highest peak."""
         return max(self.peaks, key=lambda rank: (self.peaks[rank], -rank)) if self.peaks else None
 
+    @property
+    def comparable_plan(self) -> float | None:
+        """The plan, where memory says something about it.
+
+        A process holds Python and libraries as well. They are left out where the log tells their size, but they grow while
+        they work: beside them a small plan is lost.
+        """
+        if self.place == "device":
+            return self.plan
+        return self.plan if self.plan and self.before is not None and self.plan >= _TELLING * self.before else None
+
 
 def memory(run: Run) -> Memory:
     """Bytes over steps by rank, and the plan."""
-    by_rank = rank_steps(run)
-    is_device = any(record.device_bytes is not None for records in by_rank.values() for record in records)
+    by_attempt = [(attempt, attempt.rank_steps) for attempt in run.attempts]
+    told = [record for _, by_rank in by_attempt for records in by_rank.values() for record in records]
+    place: Place = "device" if any(record.device_bytes is not None for record in told) else "host"
+    known = [] if place == "device" else [_before(attempt, rank) for attempt, ranks in by_attempt for rank in ranks]
+    before = max((each for each in known if each is not None), default=None) if None not in known else None
     curves, peaks = {}, {}
-    for rank, records in by_rank.items():
-        mine = curve(f"rank {rank}", records, _device_bytes if is_device else _host_bytes)
-        highest = [*mine.known, *(each.device_peak_bytes for each in records if is_device and each.device_peak_bytes)]
+    for rank in sorted({rank for _, by_rank in by_attempt for rank in by_rank}):
+        mine = [
+            (attempt, [_held(each, place, None if before is None else _before(attempt, rank)) for each in by_rank[rank]])
+            for attempt, by_rank in by_attempt
+            if rank in by_rank
+        ]
+        held = _joined(mine)[0]
+        highest = [nbytes for each in held for nbytes in (each.nbytes, each.peak_nbytes) if nbytes is not None]
         if highest:
-            curves[rank], peaks[rank] = mine, max(highest)
-    return Memory("device" if is_device else "host", curves, peaks, plan_nbytes(run))
+            curves[rank], peaks[rank] = curve(f"rank {rank}", held, lambda each: each.nbytes), max(highest)
+    plan = sum(plan_terms(run, place).values()) or None
+    return Memory(place, curves, peaks, plan, before)
+
+
+def _before(attempt: Attempt, rank: int) -> float | None:
+    return attempt.starts[rank].host_bytes if rank in attempt.starts else None
+
+
+def _held(record: RankStep, place: Place, before: float | None) -> _Held:
+    if place == "device":
+        return _Held(record.step, record.device_bytes, record.device_peak_bytes or None)
+    nbytes = record.host_bytes
+    return _Held(record.step, None if nbytes is None else max(0.0, nbytes - (before or 0.0)), None)
 
 
 @dataclass(frozen=True)
@@ -235,9 +293,18 @@ def _straggler(totals: Mapping[int, float], covered: float) -> tuple[int | None,
 
 
 def _covered(attempt: Attempt) -> float:
-    """From an attempt's start to the last record of a rank's step."""
-    last = [records[-1].time for records in attempt.rank_steps.values() if records]
-    return max(0.0, max(last) - attempt.begin) if last else 0.0
+    """From a rank's start to its last record of a step, by its own clock, whose steps back do not count; the longest."""
+    times = [
+        [attempt.ranks[rank][0].time, *(record.time for record in records)]
+        for rank, records in attempt.rank_steps.items()
+        if records
+    ]
+    return max((elapsed(mine) for mine in times), default=0.0)
+
+
+def elapsed(times: Sequence[float]) -> float:
+    """Seconds from the first time to the last; where a clock was set back, without that step."""
+    return sum(max(0.0, after - before) for before, after in itertools.pairwise(times))
 
 
 def experts(run: Run) -> list[Experts]:
@@ -271,14 +338,6 @@ def _first_step(attempt: Attempt, records: Iterable[_Stepped]) -> int | None:
         loads = [each for each in attempt.told_by_one(CheckpointRecord) if each.action == "load" and each.step is not None]
         firsts += [each.step + 1 for each in loads[:1] if each.step is not None and each.step < min(firsts)]
     return min(firsts) if firsts else None
-
-
-def _device_bytes(record: RankStep) -> float | None:
-    return record.device_bytes
-
-
-def _host_bytes(record: RankStep) -> float | None:
-    return record.host_bytes
 
 
 def _mean(values: Sequence[float]) -> float | None:

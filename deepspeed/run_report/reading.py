@@ -5,7 +5,8 @@
                        |- attempt 1 -|  |- attempt 2 -|
 
 A rank starts once in an attempt. In order of time, an attempt ends where a rank that it has starts again, or where a start
-tells another number of restarts or ranks.
+tells another number of restarts or ranks. Within a file lines count in their order, for a clock may be set back. Where all
+ranks started equally often, the first starts belong together, and so on, however far the clocks of hosts are apart.
 
 Files are read while they are written: what follows the last line end is left for later. Does not live here: types of
 records (`records`), numbers (`facts`).
@@ -14,13 +15,15 @@ records (`records`), numbers (`facts`).
 from __future__ import annotations
 
 import functools
+import itertools
 import json
+import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -41,7 +44,10 @@ from deepspeed.run_report.records import (
 
 __all__ = ["Attempt", "Run", "RunLogNotFoundError", "RunReader", "Unread", "read_run"]
 
+_SHOWN = 9  # ranks that lack; no text names more
+_CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160), *range(0xD800, 0xE000)) if code not in (9, 10)}
 _FILE = re.compile(r"rank-(\d+)\.jsonl")
+_ECHO = "CommError"  # what ranks say whose peer is gone: the peer's own error is the cause
 _SETTING = '"run_log": {"enabled": true, "output_path": "runs", "job_name": "NAME"}'
 
 
@@ -55,7 +61,17 @@ class Unread:
 
     file: str
     line: int
+    """From 1; 0: the file as a whole."""
     why: str
+
+    @property
+    def place(self) -> str:
+        """Where in the file it is."""
+        return f"line {self.line}" if self.line else "the whole file"
+
+    def __str__(self) -> str:
+        """As an error's text has it."""
+        return f"{self.file}, {self.place}: {self.why}"
 
 
 @dataclass(frozen=True)
@@ -74,8 +90,8 @@ class Attempt:
 
     @property
     def end(self) -> float:
-        """The latest time of any record."""
-        return max(record.time for records in self.ranks.values() for record in records)
+        """When the last record was written."""
+        return max(records[-1].time for records in self.ranks.values())
 
     @property
     def first(self) -> Start | None:
@@ -90,8 +106,13 @@ class Attempt:
 
     @property
     def missing_ranks(self) -> tuple[int, ...]:
-        """Ranks of which no record was found."""
-        return tuple(rank for rank in range(self.world_size) if rank not in self.ranks)
+        """The first ranks of which no record was found; a log may tell of more ranks than there is room to list."""
+        return tuple(itertools.islice((rank for rank in range(self.world_size) if rank not in self.ranks), _SHOWN))
+
+    @property
+    def missing_count(self) -> int:
+        """Of how many ranks no record was found."""
+        return self.world_size - len(self.ranks)
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -108,6 +129,19 @@ class Attempt:
         """The last `end` of each rank that has one."""
         found = {rank: self._of(rank, End) for rank in sorted(self.ranks)}
         return {rank: ends[-1] for rank, ends in found.items() if ends}
+
+    @property
+    def failures(self) -> tuple[tuple[int, str], ...]:
+        """Ranks that ended with an error, and its text: what failed first, before what that did to other ranks."""
+        failed = [(rank, end.cause, end.time) for rank, end in self.ends.items() if end.cause not in (None, "done")]
+        failed.sort(key=lambda each: (str(each[1]).startswith(_ECHO), each[2]))
+        return tuple((rank, str(cause)) for rank, cause, _ in failed)
+
+    @property
+    def endless_ranks(self) -> tuple[int, ...]:
+        """Ranks that wrote records but no end."""
+        ends = self.ends
+        return tuple(rank for rank in sorted(self.ranks) if rank not in ends)
 
     def told_by_one(self, kind: type[_R]) -> tuple[_R, ...]:
         """All records of a kind by the lowest rank that has any."""
@@ -173,16 +207,26 @@ class RunReader:
     def __init__(self, run_dir: Path | str) -> None:
         self.folder = Path(run_dir)
         self._files: dict[int, _RankFile] = {}
+        self._closed: dict[int, Unread] = {}
 
     def read_more(self) -> bool:
-        """Read complete lines that were appended since the last call; returns whether there were any."""
+        """Read complete lines that were appended since the last call; returns whether there were any.
+
+        A file that cannot be opened is named among the lines that were not read.
+        """
         is_new = False
+        self._closed.clear()
         for path in _files_of(self.folder):
             rank = _rank_of(path)
             file = self._files.get(rank)
-            if file is None or path.stat().st_size < file.offset:  # shorter: another run began the file anew
-                file = self._files[rank] = _RankFile(rank, path)
-            is_new |= file.read_more()
+            try:
+                if file is None or path.stat().st_size < file.offset:  # shorter: another run began the file anew
+                    file = _RankFile(rank, path)
+                is_new |= file.read_more()
+            except OSError as error:
+                self._closed[rank] = Unread(path.name, 0, error.strerror or str(error))
+            else:
+                self._files[rank] = file
         return is_new
 
     def run(self) -> Run:
@@ -191,16 +235,16 @@ class RunReader:
         Raises:
             RunLogNotFoundError: nothing has.
         """
-        if not self._files:
+        if not self._files and not self._closed:
             raise RunLogNotFoundError(_nothing_in(self.folder))
         segments = [segment for file in self._files.values() for segment in file.segments if segment.records]
         files = sorted(self._files.values(), key=lambda file: file.rank)
-        unread = tuple(each for file in files for each in file.unread)
+        unread = (*self._closed.values(), *(each for file in files for each in file.unread))
         if not segments:
-            bad = f" ({some([f'{each.file} line {each.line}: {each.why}' for each in unread], 2)})" if unread else ""
+            bad = f" ({some([str(each) for each in unread], 2)})" if unread else ""
             raise RunLogNotFoundError(
-                f"{self.folder}: {len(files)} file(s) of ranks without a record that can be read{bad}. A run writes its "
-                f"first one when its engine is built, and steps every run_log.every steps: wait for it."
+                f"{self.folder}: {len(files) + len(self._closed)} file(s) of ranks without a record that can be read{bad}. "
+                "A run writes its first one when its engine is built, and steps every run_log.every steps: wait for it."
             )
         unknown: Counter[str] = Counter()
         for file in files:
@@ -247,6 +291,8 @@ class _RankFile:
     def _add(self, line: bytes) -> None:
         try:
             values = json.loads(line, parse_constant=lambda _: None)  # NaN and Infinity, which writers do not write
+            if b"\\" in line or not line.isascii() or b"\x7f" in line:
+                values = _without_controls(values)
             if not isinstance(values, dict) or not isinstance(values.get("kind"), str):
                 raise ValueError('no object with a "kind"')
             record = record_of(values["kind"], values)
@@ -265,6 +311,15 @@ class _RankFile:
             self.segments[-1].records.append(record)
 
 
+def _without_controls(value: Any) -> Any:
+    """The same with signs in place of characters that steer a terminal, or that no file can hold."""
+    if isinstance(value, str):
+        return value.translate(_CONTROLS)
+    if isinstance(value, dict):
+        return {key.translate(_CONTROLS): _without_controls(inner) for key, inner in value.items()}
+    return [_without_controls(inner) for inner in value] if isinstance(value, list) else value
+
+
 def _files_of(folder: Path) -> list[Path]:
     """The files of ranks in a folder, in the order of ranks; none where there is no such folder."""
     paths = [path for path in folder.glob("rank-*.jsonl") if _FILE.fullmatch(path.name)]
@@ -280,8 +335,12 @@ def _rank_of(path: Path) -> int:
 def _nothing_in(folder: Path) -> str:
     """The error's text where a folder has no file of a rank."""
     cure = f"Give the folder that a run with {_SETTING} wrote: output_path/job_name."
-    if not folder.is_dir():
+    try:
+        os.scandir(folder).close()
+    except (FileNotFoundError, NotADirectoryError):
         return f"{folder}: no such folder. {cure}"
+    except OSError as error:
+        return f"{folder}: cannot be listed ({error.strerror}). Read it as a user who may, or give another folder."
     below = sorted(
         {path.parent for path in folder.glob("*/rank-*.jsonl")}, key=lambda path: path.stat().st_mtime, reverse=True
     )
@@ -291,12 +350,39 @@ def _nothing_in(folder: Path) -> str:
 
 
 def _attempts(segments: Iterable[_Segment]) -> list[Attempt]:
+    by_rank: dict[int, list[_Segment]] = {}
+    for segment in segments:
+        by_rank.setdefault(segment.rank, []).append(segment)
+    together = _together(by_rank)
+    if together is not None:
+        return [_attempt(group) for group in together]
     groups: list[dict[int, _Segment]] = []
-    for segment in sorted(segments, key=lambda each: (each.records[0].time, each.rank)):
+    for _, _, segment in sorted(_in_time(by_rank), key=lambda each: each[:2]):
         if not groups or segment.rank in groups[-1] or _parts(segment.start, groups[-1].values()):
             groups.append({})
         groups[-1][segment.rank] = segment
     return [_attempt(group) for group in groups]
+
+
+def _together(by_rank: Mapping[int, Sequence[_Segment]]) -> list[dict[int, _Segment]] | None:
+    """The first starts of all ranks, the second ones, and so on; None where their numbers or what they tell differ."""
+    if len({len(mine) for mine in by_rank.values()}) != 1:
+        return None
+    groups = [
+        {segment.rank: segment for segment in group}
+        for group in zip(*(by_rank[rank] for rank in sorted(by_rank)), strict=True)
+    ]
+    return None if any(_parts(segment.start, group.values()) for group in groups for segment in group.values()) else groups
+
+
+def _in_time(by_rank: Mapping[int, Sequence[_Segment]]) -> Iterable[tuple[float, int, _Segment]]:
+    """When each start was, and by whom; none before the end of the same rank's last one."""
+    for rank, mine in by_rank.items():
+        earliest = mine[0].records[0].time
+        for segment in mine:
+            earliest = max(earliest, segment.records[0].time)
+            yield earliest, rank, segment
+            earliest = max(earliest, segment.records[-1].time)
 
 
 def _parts(start: Start | None, group: Iterable[_Segment]) -> bool:

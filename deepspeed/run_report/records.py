@@ -52,8 +52,10 @@ class Start:
     peak_flops: float | None = None
     restarts: int | None = None
     plan: dict[str, float | None] | None = None
-    """Bytes that this rank was planned to hold, by term."""
+    """Bytes that this rank was planned to hold, by term; a term elsewhere than on the device says so: `masters (host)`."""
     step: int | None = None
+    host_bytes: float | None = None
+    """What the process held before its engine was built, the model's tensors left out."""
 
 
 @dataclass(frozen=True, slots=True, config=_TOLERANT)

@@ -58,13 +58,14 @@ class Summary:
     mfu: float | None
     """These three: medians over reported steps."""
     peak_nbytes: float | None
+    """On a host without what a process held before its engine was built, where the log tells that."""
     plan_nbytes: float | None
-    """Of a device's memory; None where ranks know their host's memory alone, in which Python and its libraries are, too."""
+    """None also where the peak says nothing about the plan: see `facts.Memory.comparable_plan`."""
 
     @property
     def seconds(self) -> float:
         """From the first record to the last."""
-        return self.end - self.begin
+        return max(0.0, self.end - self.begin)
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def summarise(run: Run) -> Summary:
         state=state,
         cause=cause,
         begin=min(attempt.begin for attempt in run.attempts),
-        end=max(attempt.end for attempt in run.attempts),
+        end=last.end,
         model=first.model if first else None,
         parameters=first.parameters if first else None,
         world_size=last.world_size,
@@ -100,7 +101,7 @@ def summarise(run: Run) -> Summary:
         version=first.version if first else None,
         attempts=len(run.attempts),
         first_step=told.kept[0].step if told.kept else None,
-        last_step=told.kept[-1].step if told.kept else None,
+        last_step=told.kept[-1].step if told.kept else _last_of_ranks(run),
         redone=len(told.redone),
         first_loss=losses[0] if losses else None,
         loss=losses[-1] if losses else None,
@@ -110,7 +111,7 @@ def summarise(run: Run) -> Summary:
         samples_per_second=_median(step.samples_per_second for step in told.kept),
         mfu=_median(step.mfu for step in told.kept),
         peak_nbytes=max(memory.peaks.values(), default=None),
-        plan_nbytes=memory.plan if memory.place == "device" else None,
+        plan_nbytes=memory.comparable_plan,
     )
 
 
@@ -128,20 +129,23 @@ def findings(run: Run, now: float) -> list[Finding]:
 
 
 def _state(run: Run) -> tuple[State, str | None]:
-    """How the last attempt ended, by its lowest rank with an error, else by its lowest rank."""
-    ends = run.attempts[-1].ends
-    causes = [end.cause for _, end in sorted(ends.items()) if end.cause not in (None, "done")]
-    if causes:
-        return "failed", causes[0]
-    return ("done" if ends else "open"), None
+    """How the last attempt ended: by the error that came first, if there was one."""
+    failures = run.attempts[-1].failures
+    if failures:
+        return "failed", failures[0][1]
+    return ("done" if run.attempts[-1].ends else "open"), None
+
+
+def _last_of_ranks(run: Run) -> int | None:
+    """The last step that any rank tells, where the first rank's file lacks."""
+    return max((records[-1].step for records in run.attempts[-1].rank_steps.values() if records), default=None)
 
 
 def _of_ends(run: Run, summary: Summary, now: float) -> Iterable[Finding]:
     if summary.state == "failed":
         causes: dict[str, list[int]] = {}
-        for rank, end in run.attempts[-1].ends.items():
-            if end.cause not in (None, "done"):
-                causes.setdefault(str(end.cause), []).append(rank)
+        for rank, cause in run.attempts[-1].failures:
+            causes.setdefault(cause, []).append(rank)
         for cause, ranks in causes.items():
             yield Finding("bad", f"{_ranks(ranks)} failed: {short(cause)}", "restarts")
     elif summary.state == "open":
@@ -151,22 +155,32 @@ def _of_ends(run: Run, summary: Summary, now: float) -> Iterable[Finding]:
             f"No end is recorded: the run goes on or was killed. Its last record is {texts.duration(age)} old.",
             "restarts",
         )
+    endless = run.attempts[-1].endless_ranks
+    if summary.state != "open" and endless:
+        yield Finding(
+            "bad" if summary.state == "failed" else "watch",
+            f"{_ranks(endless)} left no end: killed (by the kernel, for want of memory?), or still at work.",
+            "restarts",
+        )
     if summary.attempts > 1:
-        lost = f"; {summary.redone} reported step(s) were computed again" if summary.redone else ""
+        lost = f"; {summary.redone} reported step(s) of earlier starts were given up" if summary.redone else ""
         yield Finding("watch", f"The run was started {summary.attempts} times{lost}.", "restarts")
 
 
 def _of_ranks(run: Run) -> Iterable[Finding]:
-    missing = run.attempts[-1].missing_ranks
+    last = run.attempts[-1]
+    missing, count, of = last.missing_ranks, last.missing_count, last.world_size
     if missing:
-        of = run.attempts[-1].world_size
-        yield Finding("watch", f"{_ranks(missing)} of {of} left no record; what is said of ranks leaves them out.", "ranks")
+        named = _ranks(missing, count)
+        yield Finding("watch", f"{named} of {of} left no record; what is said of ranks leaves them out.", "ranks")
 
 
 def _of_training(run: Run, summary: Summary) -> Iterable[Finding]:
     kept = facts.steps(run).kept
     losses = [step.loss for step in kept]
-    if any(loss is not None for loss in losses) and None in losses:
+    if losses and set(losses) == {None}:
+        yield Finding("watch", "No reported step has a loss that is known and finite.", "training")
+    elif any(loss is not None for loss in losses) and None in losses:
         blanks = [step.step for step in kept if step.loss is None]
         yield Finding(
             "bad", f"{len(blanks)} reported step(s) have no finite loss, the first is step {blanks[0]}.", "training"
@@ -246,14 +260,15 @@ def _of_log(run: Run) -> Iterable[Finding]:
         first = run.unread[0]
         yield Finding(
             "watch",
-            f"{len(run.unread)} line(s) of the log could not be read, the first is line {first.line} of {first.file}.",
+            f"{len(run.unread)} line(s) of the log could not be read, the first is "
+            f"{first.place} of {first.file}: {first.why}.",
             "log",
         )
 
 
-def _ranks(ranks: Iterable[int]) -> str:
+def _ranks(ranks: Iterable[int], count: int | None = None) -> str:
     listed = sorted(ranks)
-    return ("Rank " if len(listed) == 1 else "Ranks ") + some([str(rank) for rank in listed], 8)
+    return ("Rank " if len(listed) == 1 else "Ranks ") + some([str(rank) for rank in listed], 8, count=count)
 
 
 def short(text: str) -> str:

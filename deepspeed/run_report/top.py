@@ -26,7 +26,7 @@ from deepspeed.run_report import facts, texts
 from deepspeed.run_report.reading import Run
 from deepspeed.run_report.records import RankStep, Step
 from deepspeed.run_report.sampling import averaged
-from deepspeed.run_report.summary import Summary, summarise
+from deepspeed.run_report.summary import Summary, short, summarise
 
 __all__ = ["frame", "silence", "sparkline"]
 
@@ -116,14 +116,14 @@ def _head(run: Run, summary: Summary, now: float) -> Table:
     table.add_column(justify="right", overflow="fold")
     table.add_row(Text(about, "bold"), Text(f"{state}{again}, {texts.duration(ended - summary.begin)}", style))
     if summary.cause:
-        lines = [line.strip() for line in summary.cause.splitlines() if line.strip()]
-        table.add_row(Text(lines[-1] if lines else "", "red"), "")
+        table.add_row(Text(short(summary.cause), "red"), "")
     return table
 
 
 def _values(kept: Sequence[Step], summary: Summary) -> RenderableType:
     if not kept:
-        return Text("No step is reported yet.", "dim")
+        of_ranks = "" if summary.last_step is None else f" Step {summary.last_step:,}, say other ranks than the first."
+        return Text(f"No step is reported yet.{of_ranks}", "dim")
     last = kept[-1]
     told = [
         ("step", f"{last.step:,}"),
@@ -159,7 +159,8 @@ def _ranks(run: Run, summary: Summary) -> RenderableType:
     by_rank = {rank: records[-_RECENT:] for rank, records in run.attempts[-1].rank_steps.items() if records}
     if not by_rank:
         return Text("No rank has told its memory yet.", "dim")
-    held = {rank: _held(records[-1]) for rank, records in by_rank.items()}
+    curves = facts.memory(run).by_rank
+    held = {rank: curves[rank].last if rank in curves else None for rank in by_rank}
     waited = {rank: _waited_part(records) for rank, records in by_rank.items()}
     most = summary.plan_nbytes or max((nbytes for nbytes in held.values() if nbytes is not None), default=None)
     of = "memory, of the plan" if summary.plan_nbytes else "memory, of the fullest"
@@ -181,8 +182,9 @@ def _ranks(run: Run, summary: Summary) -> RenderableType:
     more: list[RenderableType] = [Text(f"and {len(by_rank) - _RANKS} more ranks", "dim")] if len(by_rank) > _RANKS else []
     waited_for = _waited_for(waited)
     more += [Text(f"rank {waited_for} is waited for", "yellow")] if waited_for is not None else []
-    missing = run.attempts[-1].missing_ranks
-    more += [Text(f"without a record: ranks {some([str(rank) for rank in missing], 8)}", "yellow")] if missing else []
+    missing, count = run.attempts[-1].missing_ranks, run.attempts[-1].missing_count
+    named = some([str(rank) for rank in missing], 8, count=count)
+    more += [Text(f"without a record: ranks {named}", "yellow")] if missing else []
     return Group(table, *more)
 
 
@@ -209,14 +211,10 @@ def _bar(value: float | None, most: float | None, label: str) -> _Bar:
     return _Bar(value / most if value is not None and most else None, label)
 
 
-def _held(record: RankStep) -> float | None:
-    return record.device_bytes if record.device_bytes is not None else record.host_bytes
-
-
 def _waited_part(records: Sequence[RankStep]) -> float | None:
     """Waited seconds over the time of the records that they were counted in; the first one's began before."""
     told = [record.waited_seconds for record in records[1:] if record.waited_seconds is not None]
-    seconds = records[-1].time - records[0].time
+    seconds = facts.elapsed([record.time for record in records])
     return sum(told) / seconds if told and seconds > 0 else None
 
 

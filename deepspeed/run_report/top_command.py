@@ -69,11 +69,18 @@ def watch(
             live.update(frame(reader.run(), clock()), refresh=True)
 
 
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0.05 <= value <= 86400:
+        raise argparse.ArgumentTypeError(f"{text} given; 0.05 to 86400 seconds between frames are needed")
+    return value
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="deepspeed top", description="Show how a run is doing now, again and again. Ctrl-C ends it."
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", help="the folder that run_log writes: output_path/job_name")
     parser.add_argument("--once", action="store_true", help="one frame, then end")
-    parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between frames; default: 1")
+    parser.add_argument("--interval", type=_seconds, default=1.0, metavar="SECONDS", help="between frames; default: 1")
     return parser

@@ -99,6 +99,8 @@ def _check_start(first: dict[str, Any], other: dict[str, Any], stage: int) -> No
     assert first["pid"] != other["pid"]
     assert sum(first["mesh"].values()) == 7  # six axes, one of them over both ranks
     weights = first["parameters"] * 4  # the plan counts the config's precision: fp32
+    assert first["device"]
+    assert 2**20 < first["host_bytes"] < 2**33  # Python and torch
     assert first["plan"]["optimizer state"] >= 2 * weights / (1 if stage == 0 else 2)
 
 

@@ -35,17 +35,16 @@ def restarts(run: Run) -> Section:
 def _attempt_row(at: int, attempt: Attempt) -> tuple[str, ...]:
     steps = attempt.steps
     span = f"{steps[0].step:,} to {steps[-1].step:,}" if steps else texts.UNKNOWN
-    causes = [short(end.cause or "") for end in attempt.ends.values()]
-    worst = next((cause for cause in causes if cause != "done"), causes[0] if causes else "not recorded")
+    worst = short(attempt.failures[0][1]) if attempt.failures else "done" if attempt.ends else "not recorded"
     lasted = texts.duration(attempt.end - attempt.begin)
     return (str(at), texts.clock(attempt.begin), lasted, str(attempt.world_size), span, worst)
 
 
 def _errors(run: Run) -> list[Block]:
-    """The whole text of each attempt's error that has more than one line, by its lowest rank."""
+    """The whole text of each attempt's first error that has more than one line."""
     blocks = []
     for at, attempt in enumerate(run.attempts, start=1):
-        causes = [(rank, end.cause) for rank, end in attempt.ends.items() if end.cause and "\n" in end.cause.strip()]
+        causes = [(rank, cause) for rank, cause in attempt.failures if "\n" in cause.strip()]
         if causes:
             rank, cause = causes[0]
             blocks.append(Block("preformatted", cause[:20_000], f"Error of attempt {at}, rank {rank}"))
@@ -99,7 +98,7 @@ def config(run: Run) -> Section | Absent:
 
 def log(run: Run) -> Section | None:
     """Lines that were left out; None: none were."""
-    rows = [(each.file, f"line {each.line}", each.why) for each in run.unread[:ROWS]]
+    rows = [(each.file, each.place, each.why) for each in run.unread[:ROWS]]
     rows += [(name, "last line", "cut off: the rank was killed while it wrote it, or writes it now") for name in run.cut_off]
     rows += [
         ("", f"{count} line(s)", f"kind {kind!r}, which this version does not know")

@@ -31,46 +31,44 @@ def memory(run: Run, marks: Sequence[Mark]) -> Section | Absent:
         [memory.by_rank[rank] for rank in drawn],
         texts.nbytes,
         "bytes",
-        levels=[("plan", memory.plan)] if memory.plan else [],
+        levels=[("plan", memory.comparable_plan)] if memory.comparable_plan else [],
         marks=marks,
         from_zero=True,
         is_wide=True,
     )
-    plan = memory.plan if memory.place == "device" else None
+    plan = memory.comparable_plan
     rows = [
-        (
-            f"rank {rank}",
-            memory.peaks[rank],
-            texts.nbytes(memory.peaks[rank]),
-            (_of_plan(memory.peaks[rank], plan),) if plan else (),
-        )
-        for rank in sorted(memory.peaks)
+        (f"rank {rank}", peak, texts.nbytes(peak), (texts.share(peak / plan),) if plan else ())
+        for rank, peak in sorted(memory.peaks.items())
     ]
-    peaks = bar_table(
-        "Peak by rank", ("rank", "peak", *(["of the plan"] if plan else [])), rows[:ROWS], note=left_out(len(rows), "ranks")
-    )
+    head = ("rank", "peak", *(("of the plan",) if plan else ()))
+    peaks = bar_table("Peak by rank", head, rows[:ROWS], note=left_out(len(rows), "ranks"))
     few = (
         f" The {len(drawn)} ranks drawn are the fullest, the emptiest and those between."
         if len(drawn) < len(memory.by_rank)
         else ""
     )
-    what = (
-        "the process, Python and libraries included, which the plan does not count"
-        if memory.place == "host"
-        else "the device"
-    )
     blocks = [Block("line_chart", chart)] if chart else []
-    blocks += [Block("table", peaks), *_plan_terms(run)]
-    return Section("memory", "Memory", f"What each rank holds: memory of {what}.{few}", tuple(blocks))
+    blocks += [Block("table", peaks), *_plan_terms(facts.plan_terms(run, memory.place))]
+    return Section("memory", "Memory", f"What each rank holds: {_what(memory)}{few}", tuple(blocks))
 
 
-def _plan_terms(run: Run) -> list[Block]:
-    plans = [start.plan for attempt in run.attempts for start in attempt.starts.values() if start.plan]
-    if not plans:
+def _what(memory: facts.Memory) -> str:
+    if memory.place == "device":
+        return "memory of the device."
+    if memory.before is None:
+        return "memory of the process on a host, Python and libraries included."
+    text = f"memory of the process beyond {texts.nbytes(memory.before)} for Python, libraries and data before the engine."
+    if memory.plan and memory.comparable_plan is None:
+        text += f" The plan of {texts.nbytes(memory.plan)} is too small to be seen beside them."
+    return text
+
+
+def _plan_terms(terms: Mapping[str, float]) -> list[Block]:
+    if not terms:
         return []
-    fullest = max(plans, key=lambda plan: sum(nbytes or 0 for nbytes in plan.values()))
-    terms = sorted(((name, nbytes or 0.0) for name, nbytes in fullest.items()), key=lambda term: -term[1])
-    rows = [(name, nbytes, texts.nbytes(nbytes), ()) for name, nbytes in terms if nbytes]
+    largest_first = sorted(terms.items(), key=lambda term: -term[1])
+    rows = [(name, nbytes, texts.nbytes(nbytes), ()) for name, nbytes in largest_first if nbytes]
     return [Block("table", bar_table("The plan, by term", ("term", "bytes"), rows))]
 
 
@@ -199,10 +197,6 @@ def _wait_grid(found: facts.Waits) -> list[Block]:
 def _thirds(values: Sequence[float]) -> list[Sequence[float]]:
     edges = [at * len(values) // 3 for at in range(4)]
     return [values[begin:end] for begin, end in itertools.pairwise(edges)]
-
-
-def _of_plan(peak: float, plan: float | None) -> str:
-    return texts.share(peak / plan) if plan else texts.UNKNOWN
 
 
 def _part(value: float, of: float) -> str:

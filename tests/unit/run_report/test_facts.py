@@ -167,3 +167,70 @@ def test_a_run_that_grows_slower_is_told(tmp_path: Path) -> None:
 def test_an_uneventful_run_has_no_findings(tmp_path: Path) -> None:
     steps = [step(at, BEGIN + at, samples_per_second=100.0) for at in range(1, 30)]
     assert findings(read_run(write(tmp_path, {0: [start(0, world_size=1), *steps, end(30, BEGIN + 30)]})), BEGIN) == []
+
+
+def _host_run(folder: Path, before: float | None, plan: float) -> facts.Memory:
+    records = [
+        start(0, host_bytes=before, plan={"weights": plan, "moments (nvme)": 9e9}),
+        rank_step(1, BEGIN, host_bytes=3e9),
+    ]
+    return facts.memory(read_run(write(folder, {0: records})))
+
+
+def test_a_process_is_compared_with_its_plan_without_what_it_held_before(tmp_path: Path) -> None:
+    memory = _host_run(tmp_path / "large", 1e9, 1.8e9)
+    assert (memory.peaks, memory.before) == ({0: 2e9}, 1e9)
+    assert memory.plan == memory.comparable_plan == 1.8e9  # what rests in files is no memory
+    small = _host_run(tmp_path / "small", 1e9, 7e5)
+    assert (small.peaks, small.plan, small.comparable_plan) == ({0: 2e9}, 7e5, None)
+    older = _host_run(tmp_path / "older", None, 1.8e9)
+    assert (older.peaks, older.before, older.comparable_plan) == ({0: 3e9}, None, None)
+
+
+def test_what_rests_on_the_host_is_no_memory_of_the_device(tmp_path: Path) -> None:
+    plan = {"weights": 1e9, "masters (host)": 2e9, "moments (nvme)": 4e9}
+    memory = facts.memory(read_run(write(tmp_path, {0: [start(0, plan=plan), rank_step(1, BEGIN, device_bytes=1e9)]})))
+    assert memory.plan == memory.comparable_plan == 1e9
+
+
+def test_each_attempts_process_has_what_it_held_before(tmp_path: Path) -> None:
+    first = [start(0, host_bytes=1e9), rank_step(1, BEGIN, host_bytes=3e9)]
+    again = [start(0, BEGIN + 9, host_bytes=2e9, restarts=1), rank_step(2, BEGIN + 10, host_bytes=3e9)]
+    memory = facts.memory(read_run(write(tmp_path, {0: [*first, *again]})))
+    assert memory.by_rank[0].values == (2e9, 1e9)
+
+
+def test_the_first_error_is_the_cause_and_what_it_did_to_others_comes_after_it(tmp_path: Path) -> None:
+    ends = {0: end(3, BEGIN + 9, "CommError: rank 1 is gone"), 1: end(3, BEGIN + 9.5, "RuntimeError: disk on fire")}
+    run = read_run(write(tmp_path, {rank: [start(rank, world_size=3), told] for rank, told in ends.items()}))
+    assert summarise(run).cause == "RuntimeError: disk on fire"
+    assert [each.text for each in findings(run, BEGIN + 20) if each.level == "bad"] == [
+        "Rank 1 failed: RuntimeError: disk on fire",
+        "Rank 0 failed: CommError: rank 1 is gone",
+    ]
+
+
+def test_a_rank_without_an_end_among_others_is_named(tmp_path: Path) -> None:
+    write(tmp_path, {0: [start(0), end(3, BEGIN + 9, "CommError: rank 1 is gone")], 1: [start(1)]})
+    texts = [each.text for each in findings(read_run(tmp_path), BEGIN + 20) if each.level == "bad"]
+    assert texts[-1].startswith("Rank 1 left no end: killed")
+
+
+def test_a_run_whose_losses_are_all_unknown_says_so(tmp_path: Path) -> None:
+    run = read_run(write(tmp_path, {0: [start(0), *(step(at, BEGIN + at, None) for at in range(1, 4))]}))
+    assert "No reported step has a loss that is known and finite." in [each.text for each in findings(run, BEGIN)]
+
+
+def test_a_clock_that_was_set_back_makes_no_straggler(tmp_path: Path) -> None:
+    """29 s, of which one rank waits 10 ms more per second than the other."""
+    times = [BEGIN + at - (5000 if at > 10 else 0) for at in range(1, 31)]
+    for rank in (0, 1):
+        steps = [rank_step(at, time, waited_seconds=0.01 * (1 + rank)) for at, time in enumerate(times, start=1)]
+        write(tmp_path, {rank: [start(rank), *steps]})
+    waits = facts.waits(read_run(tmp_path))
+    assert waits.covered_seconds == pytest.approx(29)
+    assert waits.straggler is None
+
+
+def test_the_last_step_is_known_without_the_first_ranks_file(tmp_path: Path) -> None:
+    assert summarise(read_run(write(tmp_path, {1: [start(1), rank_step(7, BEGIN)]}))).last_step == 7

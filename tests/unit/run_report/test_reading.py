@@ -170,7 +170,7 @@ def test_the_folder_above_a_log_says_where_the_log_is(tmp_path: Path) -> None:
 def test_files_without_a_record_say_so(tmp_path: Path) -> None:
     (tmp_path / "rank-00000.jsonl").write_text("nonsense\n")
     with pytest.raises(
-        RunLogNotFoundError, match=r"1 file\(s\) .* \(rank-00000.jsonl line 1: .*\)\. A run writes its first"
+        RunLogNotFoundError, match=r"1 file\(s\) .* \(rank-00000.jsonl, line 1: .*\)\. A run writes its first"
     ):
         read_run(tmp_path)
 
@@ -227,3 +227,61 @@ def test_absent_values_of_every_kind_are_not_known(tmp_path: Path) -> None:
     run = read_run(write(tmp_path, {0: kinds}))
     assert run.unread == ()
     assert len(run.attempts[0].ranks[0]) == len(kinds)
+
+
+def test_a_clock_that_was_set_back_does_not_turn_attempts_round(tmp_path: Path) -> None:
+    """The order of lines in a file is that of events; here a third rank starts once, so times decide over ranks."""
+    first = [start(0), step(1, BEGIN + 1), end(1, BEGIN + 2, "RuntimeError: x")]
+    again = [start(0, BEGIN - 1000), step(2, BEGIN - 999), end(2, BEGIN - 998)]
+    write(tmp_path, {0: [*first, *again], 1: [start(1), end(1, BEGIN + 2, "RuntimeError: x"), start(1, BEGIN - 1000)]})
+    write(tmp_path, {2: [start(2)]})
+    attempts = read_run(tmp_path).attempts
+    assert [[each.step for each in attempt.steps] for attempt in attempts] == [[1], [2]]
+    assert [sorted(attempt.ranks) for attempt in attempts] == [[0, 1, 2], [0, 1]]
+
+
+def test_hosts_whose_clocks_are_far_apart_share_their_attempts(tmp_path: Path) -> None:
+    """Attempts follow each other in 30 s, and the second host's clock is 100 s ahead."""
+    for rank in (0, 1):
+        for begin in (0, 30, 60):
+            write(tmp_path, {rank: [start(rank, BEGIN + begin + 100 * rank), rank_step(1, BEGIN + begin + 100 * rank + 1)]})
+    assert [sorted(attempt.ranks) for attempt in read_run(tmp_path).attempts] == [[0, 1]] * 3
+
+
+def test_a_file_that_cannot_be_opened_is_named_and_the_others_are_read(tmp_path: Path) -> None:
+    write(tmp_path, {0: [start(0), step(1, BEGIN)]})
+    (tmp_path / "rank-00001.jsonl").mkdir()  # as one of another user's: opening it fails
+    run = read_run(tmp_path)
+    assert [str(each) for each in run.unread] == ["rank-00001.jsonl, the whole file: Is a directory"]
+    assert [each.step for each in run.attempts[0].steps] == [1]
+
+
+def test_a_folder_whose_files_cannot_be_opened_says_why(tmp_path: Path) -> None:
+    (tmp_path / "rank-00000.jsonl").mkdir()
+    with pytest.raises(RunLogNotFoundError, match=r"1 file.* the whole file: Is a directory"):
+        read_run(tmp_path)
+
+
+def test_a_folder_that_may_not_be_listed_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("os.scandir", refuse)
+    with pytest.raises(RunLogNotFoundError, match=r"cannot be listed \(Permission denied\)"):
+        read_run(tmp_path)
+
+
+def test_many_ranks_that_lack_are_counted_not_listed(tmp_path: Path) -> None:
+    """A damaged line may tell of more ranks than there is room for."""
+    write(tmp_path, {0: [start(0, world_size=10**15)]})
+    (attempt,) = read_run(tmp_path).attempts
+    assert attempt.missing_ranks == tuple(range(1, 10))
+    assert attempt.missing_count == 10**15 - 1
+
+
+def test_texts_lose_what_steers_a_terminal_or_fits_no_file(tmp_path: Path) -> None:
+    name = "\x1b]0;owned\x07 \x9b31m \ud800 \x7f \x00 two\nlines\tand a tab"
+    config = {name: [name]}
+    (only,) = read_run(write(tmp_path, {0: [start(0, model=name, config=config)]})).attempts[0].starts.values()
+    plain = "\ufffd]0;owned\ufffd \ufffd31m \ufffd \ufffd \ufffd two\nlines\tand a tab"
+    assert (only.model, only.config) == (plain, {plain: [plain]})

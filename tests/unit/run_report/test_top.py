@@ -30,7 +30,7 @@ def _run(folder: Path, steps: int = 8) -> Path:
     for rank in (0, 1):
         waited = 0.4 if rank == 0 else 0.02
         records = [
-            rank_step(at, BEGIN + at, host_bytes=(2 + rank) * 1e9, waited_seconds=waited) for at in range(1, steps + 1)
+            rank_step(at, BEGIN + at, host_bytes=(3 + rank) * 1e9, waited_seconds=waited) for at in range(1, steps + 1)
         ]
         told = [
             step(at, BEGIN + at, loss=9.0 - at, grad_norm=0.5, loss_scale=1024.0, skipped=1, samples_per_second=64.0)
@@ -38,7 +38,7 @@ def _run(folder: Path, steps: int = 8) -> Path:
         ]
         save = {"kind": "checkpoint", "time": BEGIN + 4, "action": "save", "tag": "global_step4", "step": 4, "seconds": 0.5,
                 "nbytes": 1.5e9}  # fmt: skip
-        write(folder, {rank: [start(rank), *(told if rank == 0 else []), *records, save]})
+        write(folder, {rank: [start(rank, host_bytes=1e9), save, *(told if rank == 0 else []), *records]})
     return folder
 
 
@@ -51,9 +51,9 @@ def test_a_frame_fits_a_narrow_terminal(tmp_path: Path) -> None:
         "loss                8  #%*+=-._  1",
         "samples/s          64  ########  64",
         "",
-        "rank  memory, of the fullest  waits, of the time     last record",
-        "   0   2.00 GB ########         40.0 % #####              step 8",
-        "   1   3.00 GB ############     2.00 %                    step 8",
+        "rank  memory, of the plan    waits, of the time     last record",
+        "   0   2.00 GB ####            40.0 % #####              step 8",
+        "   1   3.00 GB ######          2.00 %                    step 8",
         "rank 1 is waited for",
         "",
         "last checkpoint: global_step4, 6 s ago, held up training for 500 ms, 1.50 GB of",
@@ -144,3 +144,10 @@ def test_the_command_prints_a_frame_or_says_where_to_look(tmp_path: Path, capsys
     assert "step 8" in capsys.readouterr().out
     assert main([str(tmp_path)]) == 2
     assert "but in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("interval", ["0", "-1", "nan", "inf", "soon"])
+def test_an_interval_that_no_clock_has_is_refused(interval: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["runs", "--interval", interval])
+    assert "--interval" in capsys.readouterr().err
