@@ -223,7 +223,7 @@ class StepLog:
 
     def start(self, record: Start) -> None:
         """See `StepLogger`."""
-        self._progress.step = record.step
+        self._progress.step = record.step or 0
         self._writer.write(record)
         self._window = _Window(self._meter)  # what building the engine sent is no step's
 

@@ -3,11 +3,12 @@
     engine.step_log --> records --> RunLogWriter --> RUN_DIR/rank-00000.jsonl     one file per rank, appended
 
 Lives here: the records and the file. Does not live here: when a record is due and what goes into it (`engine.step_log`),
-readers. Knows no torch.
+readers (`run_report`). Knows no torch.
 """
 
 from deepspeed.run_log.records import (
     FORMAT,
+    KINDS,
     Checkpoint,
     CommSums,
     End,
@@ -25,6 +26,7 @@ from deepspeed.run_log.writer import RunLogWriter, file_name
 
 __all__ = [
     "FORMAT",
+    "KINDS",
     "Checkpoint",
     "CommSums",
     "End",

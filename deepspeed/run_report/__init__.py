@@ -2,7 +2,7 @@
 
     RUN_DIR/rank-00000.jsonl, rank-00001.jsonl, ...     appended to by the run itself
        |
-    records   one line as a typed value                                  tolerant: another version may have written it
+    lines     one line as a record of run_log                            tolerant: another version may have written it
        |
     reading   lines -> ranks -> attempts, joined over restarts           also while the run still writes
        |

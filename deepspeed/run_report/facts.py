@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeVar
 
+from deepspeed.run_log import Checkpoint, Experts, RankStep, Step
 from deepspeed.run_report.reading import Attempt, Run
-from deepspeed.run_report.records import CheckpointRecord, Experts, RankStep, Step
 
 __all__ = [
     "Curve",
@@ -312,9 +312,9 @@ def experts(run: Run) -> list[Experts]:
     return _joined([(attempt, attempt.told_by_one(Experts)) for attempt in run.attempts])[0]
 
 
-def checkpoints(run: Run) -> tuple[CheckpointRecord, ...]:
+def checkpoints(run: Run) -> tuple[Checkpoint, ...]:
     """Checkpoints saved and loaded, as the first rank tells them."""
-    return run.told_by_one(CheckpointRecord)
+    return run.told_by_one(Checkpoint)
 
 
 def _joined(told: Sequence[tuple[Attempt, Sequence[_Stepped]]]) -> tuple[list[_Stepped], list[_Stepped]]:
@@ -335,7 +335,7 @@ def _first_step(attempt: Attempt, records: Iterable[_Stepped]) -> int | None:
     """The first step that an attempt computed, so far as it is known: a start is told before a checkpoint is loaded."""
     firsts = [record.step for record in records][:1] + [each.step for each in attempt.steps[:1]]
     if firsts:
-        loads = [each for each in attempt.told_by_one(CheckpointRecord) if each.action == "load" and each.step is not None]
+        loads = [each for each in attempt.told_by_one(Checkpoint) if each.action == "load" and each.step is not None]
         firsts += [each.step + 1 for each in loads[:1] if each.step is not None and each.step < min(firsts)]
     return min(firsts) if firsts else None
 

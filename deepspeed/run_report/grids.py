@@ -14,9 +14,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from deepspeed.run_log import Checkpoint, Schedule
 from deepspeed.run_report import texts
 from deepspeed.run_report.reading import Attempt, Run
-from deepspeed.run_report.records import CheckpointRecord, Schedule
 from deepspeed.run_report.scales import Scale, Tick
 from deepspeed.run_report.tables import Table
 
@@ -176,7 +176,8 @@ _OTHER = ("other", "other work")
 
 def timeline(schedule: Schedule) -> Timeline | None:
     """The lanes of a batch; None where its works are not told."""
-    works = [work for work in schedule.works if work[2] >= work[1]][:_MOST_WORKS]
+    told = schedule.works or ()
+    works = [work for work in told if work[2] >= work[1]][:_MOST_WORKS]
     if not works:
         return None
     begin, end = min(work[1] for work in works), max(work[2] for work in works)
@@ -187,7 +188,7 @@ def timeline(schedule: Schedule) -> Timeline | None:
     ticks = Scale(0, axis.high - begin).ticks(texts.seconds)
     batches = f"{schedule.micro_batches} micro-batches" if schedule.micro_batches else "one batch"
     bubble = f" Stages stand idle for {texts.share(schedule.bubble)} of it." if schedule.bubble is not None else ""
-    left_out = len(schedule.works) - len(works)
+    left_out = len(told) - len(works)
     return Timeline(
         f"{schedule.name or 'Schedule'}: {batches} over {len(stages)} stages",
         f"Each row is a stage, each block one micro-batch's work, in {texts.seconds(end - begin)}.{bubble}",
@@ -198,7 +199,7 @@ def timeline(schedule: Schedule) -> Timeline | None:
     )
 
 
-def history(run: Run, told: Sequence[CheckpointRecord]) -> Timeline:
+def history(run: Run, told: Sequence[Checkpoint]) -> Timeline:
     """Attempts and checkpoints in the time of the clock."""
     begin, end = run.attempts[0].begin, max(attempt.end for attempt in run.attempts)
     axis = Scale(begin, end if end > begin else begin + 1)
@@ -228,7 +229,7 @@ def _span(attempt: Attempt, axis: Scale) -> Work:
     return Work(left, 100 * axis.at(attempt.end) - left, "attempt", label, title)
 
 
-def _moment(told: CheckpointRecord, axis: Scale) -> Work:
+def _moment(told: Checkpoint, axis: Scale) -> Work:
     """A checkpoint: its record is written when it is done."""
     seconds = told.seconds or 0.0
     left = 100 * axis.at(told.time - seconds)

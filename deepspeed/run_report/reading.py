@@ -8,44 +8,30 @@ A rank starts once in an attempt. In order of time, an attempt ends where a rank
 tells another number of restarts or ranks. Within a file lines count in their order, for a clock may be set back. Where all
 ranks started equally often, the first starts belong together, and so on, however far the clocks of hosts are apart.
 
-Files are read while they are written: what follows the last line end is left for later. Does not live here: types of
-records (`records`), numbers (`facts`).
+Files are read while they are written: what follows the last line end is left for later. Does not live here: a line
+of its own (`lines`), numbers (`facts`).
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import json
 import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
-
-from pydantic import ValidationError
+from typing import TypeVar
 
 from deepspeed.common.wording import some
 from deepspeed.errors import UsageError
-from deepspeed.run_report.records import (
-    CheckpointRecord,
-    End,
-    Experts,
-    Profile,
-    RankStep,
-    Record,
-    Schedule,
-    Start,
-    Step,
-    record_of,
-)
+from deepspeed.run_log import KINDS, Checkpoint, End, Experts, Profile, RankStep, Record, Schedule, Start, Step
+from deepspeed.run_report.lines import UnknownKindError, record_of
 
 __all__ = ["Attempt", "Run", "RunLogNotFoundError", "RunReader", "Unread", "read_run"]
 
 _SHOWN = 9  # ranks that lack; no text names more
-_CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160), *range(0xD800, 0xE000)) if code not in (9, 10)}
 _FILE = re.compile(r"rank-(\d+)\.jsonl")
 _ECHO = "CommError"  # what ranks say whose peer is gone: the peer's own error is the cause
 _SETTING = '"run_log": {"enabled": true, "output_path": "runs", "job_name": "NAME"}'
@@ -158,11 +144,11 @@ class Attempt:
         for rank, records in self.ranks.items():
             mine = found.setdefault(rank, {})
             for record in records:
-                mine.setdefault(type(record), []).append(record)
+                mine.setdefault(KINDS[record.kind], []).append(record)
         return {rank: {kind: tuple(records) for kind, records in mine.items()} for rank, mine in found.items()}
 
 
-_R = TypeVar("_R", Step, RankStep, Experts, Schedule, CheckpointRecord, Profile, End)
+_R = TypeVar("_R", Step, RankStep, Experts, Schedule, Checkpoint, Profile, End)
 
 
 @dataclass(frozen=True)
@@ -290,34 +276,15 @@ class _RankFile:
 
     def _add(self, line: bytes) -> None:
         try:
-            values = json.loads(line, parse_constant=lambda _: None)  # NaN and Infinity, which writers do not write
-            if b"\\" in line or not line.isascii() or b"\x7f" in line:
-                values = _without_controls(values)
-            if not isinstance(values, dict) or not isinstance(values.get("kind"), str):
-                raise ValueError('no object with a "kind"')
-            record = record_of(values["kind"], values)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
-            self.unread.append(Unread(self.path.name, self.lines, f"{values['kind']}, {where}: {first['msg']}"))
-        except (ValueError, RecursionError) as error:
+            record = record_of(line)
+        except UnknownKindError as error:
+            self.unknown_kinds[error.kind] += 1
+        except ValueError as error:
             self.unread.append(Unread(self.path.name, self.lines, str(error)))
         else:
-            if record is None:
-                self.unknown_kinds[values["kind"]] += 1
-                return
             if isinstance(record, Start) or not self.segments:
                 self.segments.append(_Segment(self.rank, record if isinstance(record, Start) else None))
             self.segments[-1].records.append(record)
-
-
-def _without_controls(value: Any) -> Any:
-    """The same with signs in place of characters that steer a terminal, or that no file can hold."""
-    if isinstance(value, str):
-        return value.translate(_CONTROLS)
-    if isinstance(value, dict):
-        return {key.translate(_CONTROLS): _without_controls(inner) for key, inner in value.items()}
-    return [_without_controls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _files_of(folder: Path) -> list[Path]:

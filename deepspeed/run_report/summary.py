@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from deepspeed.common.wording import some
+from deepspeed.run_log import Schedule, Step
 from deepspeed.run_report import facts, texts
 from deepspeed.run_report.reading import Run
-from deepspeed.run_report.records import Schedule, Step
 
 __all__ = ["Finding", "Summary", "findings", "short", "summarise"]
 

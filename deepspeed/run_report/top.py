@@ -22,9 +22,9 @@ from rich.table import Table
 from rich.text import Text
 
 from deepspeed.common.wording import some
+from deepspeed.run_log import RankStep, Step
 from deepspeed.run_report import facts, texts
 from deepspeed.run_report.reading import Run
-from deepspeed.run_report.records import RankStep, Step
 from deepspeed.run_report.sampling import averaged
 from deepspeed.run_report.summary import Summary, short, summarise
 

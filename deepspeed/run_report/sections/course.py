@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+from deepspeed.run_log import Checkpoint
 from deepspeed.run_report import facts, texts
 from deepspeed.run_report.grids import history
 from deepspeed.run_report.reading import Attempt, Run
-from deepspeed.run_report.records import CheckpointRecord
 from deepspeed.run_report.sections.kinds import ROWS, Absent, Block, Section, left_out
 from deepspeed.run_report.summary import short
 from deepspeed.run_report.tables import Table
@@ -51,7 +51,7 @@ def _errors(run: Run) -> list[Block]:
     return blocks[-5:]
 
 
-def _checkpoint_table(told: Sequence[CheckpointRecord], begin: float) -> Table:
+def _checkpoint_table(told: Sequence[Checkpoint], begin: float) -> Table:
     rows = tuple(
         (
             each.tag or texts.UNKNOWN,

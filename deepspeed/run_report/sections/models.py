@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from deepspeed.run_log import Experts, Profile, Schedule
 from deepspeed.run_report import facts, texts
 from deepspeed.run_report.charts import Mark, line_chart
 from deepspeed.run_report.grids import around_even, grid, joined, timeline
 from deepspeed.run_report.reading import Run
-from deepspeed.run_report.records import Experts, Profile, Schedule
 from deepspeed.run_report.scales import Tick
 from deepspeed.run_report.sections.kinds import ROWS, Absent, Block, Section, left_out, mean
 from deepspeed.run_report.tables import Table
@@ -111,7 +111,7 @@ def modules(run: Run) -> Section | Absent:
     profiles = [each for each in run.told_by_one(Profile) if each.tree]
     if not profiles:
         return Absent("Modules", '"flops_profiler": {"enabled": true} counts parameters, FLOPs and time of every module')
-    tree = profiles[-1].tree
+    tree = profiles[-1].tree or ()
     rows = tuple(
         (
             "\u00a0\u00a0" * min(row.depth, 12) + row.name,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from deepspeed.run_log import Step
 from deepspeed.run_report import facts, texts
 from deepspeed.run_report.charts import Mark, line_chart
 from deepspeed.run_report.facts import Curve, curve
-from deepspeed.run_report.records import Step
 from deepspeed.run_report.sections.kinds import Absent, Section, of_charts
 
 __all__ = ["precision", "speed", "training"]

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deepspeed.run_log import Schedule
 from deepspeed.run_report import texts
 from deepspeed.run_report.charts import BUCKETS, Mark, line_chart, stacked_chart
 from deepspeed.run_report.facts import Curve
 from deepspeed.run_report.grids import around_even, grid, joined, timeline
-from deepspeed.run_report.records import Schedule
 from deepspeed.run_report.sampling import averaged, evenly, outline
 from deepspeed.run_report.scales import Scale, scale_of
 from deepspeed.run_report.tables import Table
@@ -173,7 +173,7 @@ def test_neighbours_of_one_colour_are_one_cell(colours: list[int]) -> None:
 
 def test_works_of_a_pipeline_lie_where_they_happen() -> None:
     works = ((0, 0.0, 1.0, "F", 0), (1, 1.0, 2.0, "F", 0), (1, 2.0, 4.0, "B", 0), (0, 4.0, 5.0, "optimizer", None))
-    lanes = timeline(Schedule(time=0.0, name="1f1b", micro_batches=1, works=works, bubble=0.4))
+    lanes = timeline(Schedule("1f1b", 2, 1, None, works, 0.4))
     assert lanes is not None
     assert [lane.label for lane in lanes.lanes] == ["stage 0", "stage 1"]
     assert [(work.left, work.width, work.kind, work.label) for work in lanes.lanes[1].works] == [

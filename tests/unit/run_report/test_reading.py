@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deepspeed.run_log import Start, Step
 from deepspeed.run_report import RunLogNotFoundError, RunReader, read_run
-from deepspeed.run_report.records import Start, Step
 from tests.support import run_logs
 from tests.support.run_logs import BEGIN, end, rank_step, start, step, write
 
@@ -81,7 +81,7 @@ def test_values_that_are_null_or_nan_are_not_known(tmp_path: Path) -> None:
     with (tmp_path / "rank-00000.jsonl").open("a") as file:
         file.write('{"kind": "step", "time": 1.0, "step": 1, "loss": NaN, "lr": [null], "grad_norm": null}\n')
     (only,) = read_run(tmp_path).attempts[0].steps
-    assert (only.loss, only.lr, only.grad_norm, only.seconds) == (None, (None,), None, None)
+    assert (only.loss, only.lr, only.grad_norm, only.seconds) == (None, [None], None, None)
 
 
 def test_restarts_make_attempts_over_all_ranks(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_the_made_up_run_reads_without_a_fault(tmp_path: Path) -> None:
     run = read_run(run_logs.whole(tmp_path, steps=60))
     assert (run.unread, run.unknown_kinds, run.cut_off) == ((), {}, ())
     assert len(run.attempts) == 2
-    assert [type(attempt.ranks[0][0]) for attempt in run.attempts] == [Start, Start]
+    assert [isinstance(attempt.ranks[0][0], Start) for attempt in run.attempts] == [True, True]
     assert run.told_by_one(Step)[-1].step == 60
 
 

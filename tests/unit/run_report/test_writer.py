@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from deepspeed import run_log
 from deepspeed.run_log import RunLogWriter
-from deepspeed.run_report import read_run, records
+from deepspeed.run_report import read_run
 
 _WRITTEN: list[Any] = [
     run_log.Start(
@@ -22,16 +22,6 @@ _WRITTEN: list[Any] = [
     run_log.Profile(4, [run_log.ProfileRow("Net", 0, 10, 20, 40, 0.1, 1.0)]),
     run_log.End(4, "done"),
 ]
-_READ = (
-    records.Start,
-    records.Step,
-    records.RankStep,
-    records.Experts,
-    records.Schedule,
-    records.CheckpointRecord,
-    records.Profile,
-    records.End,
-)
 
 
 def test_every_value_of_every_kind_arrives(tmp_path: Path) -> None:
@@ -42,17 +32,13 @@ def test_every_value_of_every_kind_arrives(tmp_path: Path) -> None:
     run = read_run(tmp_path)
     assert (run.unread, run.unknown_kinds, run.cut_off) == ((), {}, ())
     (attempt,) = run.attempts
-    assert tuple(type(record) for record in attempt.ranks[0]) == _READ
     for written, read in zip(_WRITTEN, attempt.ranks[0], strict=True):
-        told = {name: value for name, value in asdict(written).items() if name != "format"}
-        assert _plain(asdict(read)) == _plain({**told, "time": 1234.5})
+        assert isinstance(read, type(written))
+        assert _plain(asdict(read)) == _plain({**asdict(written), "time": 1234.5})
 
 
 def test_the_kinds_written_are_the_kinds_read() -> None:
-    assert {type(record) for record in _WRITTEN} == {
-        kind for name in run_log.__all__ if is_dataclass(kind := getattr(run_log, name)) and hasattr(kind, "kind")
-    }
-    assert [type(record).kind for record in _WRITTEN] == list(records.KINDS)
+    assert [type(record).kind for record in _WRITTEN] == list(run_log.KINDS)
 
 
 def _plain(value: Any) -> Any:
