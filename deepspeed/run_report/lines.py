@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, fields, make_dataclass
+from dataclasses import MISSING, fields, make_dataclass
 from dataclasses import field as field_of
 from types import NoneType
 from typing import Any, get_args, get_type_hints
@@ -40,9 +40,8 @@ class UnknownKindError(ValueError):
 def _tolerant(kind: type[Record]) -> TypeAdapter[Record]:
     """Reads a kind's values; those that may be None may be absent."""
     hints = get_type_hints(kind)
-    nothing: Any = field_of(default=None)
-    absent: list[tuple[str, Any, Field[Any]]] = [
-        (each.name, hints[each.name], nothing)
+    absent: list[tuple[str, Any, Any]] = [
+        (each.name, hints[each.name], field_of(default=None))
         for each in fields(kind)
         if each.default is MISSING and NoneType in get_args(hints[each.name])
     ]
