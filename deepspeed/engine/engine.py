@@ -275,7 +275,7 @@ class DeepSpeedEngine(ConfigAccess, CompatibleMembers, SavingMembers, LoadingMem
 
     @property
     def skipped_steps(self) -> int:
-        """Updates that were skipped for non-finite gradients."""
+        """Updates that were skipped: for non-finite gradients, or as `optimizer.skip_step` asked."""
         self._settle()
         return self._skipped_steps
 

@@ -33,7 +33,8 @@ class UndecidedStep:
         """The update was skipped: schedule and hyperparameters are again what they were."""
         if self._rates is None:
             return
-        logger.warning("the last step was skipped on all ranks: its gradients were not finite.")
+        if not self.outcome.is_requested:
+            logger.warning("the last step was skipped on all ranks: its gradients were not finite.")
         if self._state is not None:
             self._schedule.load_state_dict(self._state)
         for group, before in zip(self._optimizer.param_groups, self._rates, strict=True):

@@ -13,6 +13,7 @@ Built by `engine.training`.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -33,7 +34,7 @@ from deepspeed.zero.absence import Absence, state_tensors
 from deepspeed.zero.flat import FlatGroup
 from deepspeed.zero.master import MasterWeights
 from deepspeed.zero.norm import sum_of_squares, sum_over_shards, total
-from deepspeed.zero.outcome import Late, Outcome
+from deepspeed.zero.outcome import REQUESTED, Late, Outcome
 from deepspeed.zero.reducer import GradientReducer
 from deepspeed.zero.state_io import hand_back, put_all_away, whole_state_dict
 from deepspeed.zero.ties import Ties
@@ -78,6 +79,11 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
     parameter_offload: ParameterOffload
     """Only at stage 3 (`hasattr` tells): the hooks of sharded parameters, for clients that take them off for a while."""
 
+    skip_step: bool
+    """Set it between backward and step, on every rank, and that step is skipped as one of non-finite gradients is, but for
+    the loss scale, which takes it for a good one. Engines that must move together so wait for each other. From stage 1 on
+    one rank that sets it is enough; at stage 0 a step asks no other rank anything."""
+
     def __init__(
         self,
         master: MasterWeights,
@@ -116,6 +122,7 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
         self.device = device or (master.flats[0].device if master.flats else None)
         self.absence = Absence()
         self.outcome: Outcome | None = None
+        self.skip_step = False
         self.read_late: Callable[[Tensor], Late] = LateNumber
         self._opt_called = True  # torch's schedulers ask whether step() was called; the engine's update does not call it
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -147,11 +154,11 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
         outcome = self.outcome = self._judge()
         if self._host_decides(outcome):
             if outcome.has_overflow:
-                self._report_skip(step_number)
+                self._report_skip(step_number, outcome)
                 self.zero_grad()
             else:
                 self.master.step(outcome.factor())
-            self.loss_scaler.update(outcome.has_overflow)
+            self.loss_scaler.update(outcome.has_overflow and not outcome.is_requested)
         else:
             self.master.step(outcome.factor_on_device(), outcome.skip_on_device())
         for flat in self.master.flats:
@@ -165,10 +172,12 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
         if self.computes_norm or not shards:
             mine = sum_of_squares(shards)
         else:
-            mine = torch.stack([total(shard).double() for shard in shards]).sum()
+            mine = torch.stack([total(shard).double() for shard in shards]).sum().abs()
         copies = [flat.gradients.shard(span.start, span.stop) for flat, spans in self._copies for span in spans]
         if self.computes_norm and copies:
             mine = (mine - sum_of_squares(copies)).clamp(min=0)
+        if self.skip_step:
+            mine = mine + REQUESTED
         mine = mine.to(self.device)  # gradients may be in host memory, which no collective of a device's reaches
         return Outcome(
             mine if self.norm_axis is None else sum_over_shards(mine, self.norm_axis),
@@ -182,9 +191,13 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
     def _host_decides(self, outcome: Outcome) -> bool:
         needs_to_know = not isinstance(self.loss_scaler, NullScaler)
         can_skip = self.master.can_skip_on_device or not self.skips_nonfinite
-        return outcome.is_known() or needs_to_know or not can_skip
+        is_asked, self.skip_step = self.skip_step, False
+        return outcome.is_known() or needs_to_know or not can_skip or is_asked
 
-    def _report_skip(self, step_number: int) -> None:
+    def _report_skip(self, step_number: int, outcome: Outcome) -> None:
+        if outcome.is_requested:
+            logger.debug("step %d skipped on all ranks, as optimizer.skip_step asked.", step_number)
+            return
         origin = self.reducer.nonfinite_origin()
         ranks = sorted({rank for each in origin.values() for rank in each})
         names = some(list(map(repr, origin)), _NAMES_SHOWN, "no single parameter (the norm itself overflows)")
@@ -278,14 +291,23 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
 
     @property
     def overflow(self) -> bool:
-        """Whether the last update was skipped."""
+        """Whether the last update was skipped: a gradient was not finite, or a client asked (`skip_step`)."""
         return self.outcome is not None and self.outcome.has_overflow
 
-    skip_step = overflow
-
     def check_overflow(self, external: bool = False) -> bool:
-        """Whether the last update was skipped for a non-finite gradient; the check itself is part of every update."""
-        return self.overflow
+        """Whether a gradient on any rank is not finite: of the step to come, or of the last one.
+
+        Args:
+            external: True, between backward and step: look at the gradients as they are. Collective, by all ranks of the
+                engine; it reduces what backward has not, and the step that follows looks again. False: what the last step
+                found (its own check is part of every step), not collective.
+        """
+        if not external:
+            return self.overflow and not (self.outcome is not None and self.outcome.is_requested)
+        self.reducer.ensure_reduced()
+        shards = [shard for flat in self.master.flats for shard in flat.gradients.shards()]
+        bad = torch.tensor(float(any(not math.isfinite(total(shard).item()) for shard in shards)), device=self.device)
+        return bool((bad if self.norm_axis is None else sum_over_shards(bad, self.norm_axis)).item())
 
     @property
     def dynamic_loss_scale(self) -> bool:

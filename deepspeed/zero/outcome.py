@@ -3,6 +3,9 @@
     sum of squares over ranks ---> norm, overflow                    the host decides: it needs the number now
                          `-------> factor, skip flag on the device   the device decides: the host reads the number later
 
+A client may ask for the skip (`optimizer.skip_step`): the rank that asks adds -infinity to a sum that is never negative
+otherwise, and all ranks learn of it by the number that they share anyway.
+
 The host decides where reading costs nothing (the CPU), where the loss scale depends on it (fp16), and where the optimizer
 cannot be told by a flag to leave everything as it is. Elsewhere nothing in a step waits for the device.
 
@@ -20,9 +23,10 @@ from torch import Tensor
 
 from deepspeed.accelerator.late import LateNumber
 
-__all__ = ["CLIP_EPS", "Late", "Outcome"]
+__all__ = ["CLIP_EPS", "REQUESTED", "Late", "Outcome"]
 
 CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_, with which the numbers agree
+REQUESTED = -math.inf
 
 
 class Late(Protocol):
@@ -40,7 +44,7 @@ class Outcome:
 
     Args:
         total: 0-d: the sum of squares of all gradients as they lie in their buffers; or, with `is_norm` False, any number
-            that is finite when they are.
+            from 0 up that is finite when they are. `REQUESTED` added to it asks for the skip.
         base: factor that turns the buffers' values into the gradient of the mean loss.
         clip: largest global norm, 0 for none.
         is_norm: see `total`.
@@ -71,8 +75,8 @@ class Outcome:
 
     @property
     def norm(self) -> float | None:
-        """Global gradient norm before clipping; None where it is not computed. Waits until it is known."""
-        if not self._is_norm:
+        """Global gradient norm before clipping; None where it is not computed, or not kept. Waits until it is known."""
+        if not self._is_norm or self.is_requested:
             return None
         squares = self._late.get()
         return math.sqrt(squares) * self._base if squares >= 0 else math.nan
@@ -80,7 +84,12 @@ class Outcome:
     @property
     def has_overflow(self) -> bool:
         """Whether the update is skipped. Waits until it is known."""
-        return self._skips_nonfinite and not math.isfinite(self._late.get())
+        return self.is_requested or (self._skips_nonfinite and not math.isfinite(self._late.get()))
+
+    @property
+    def is_requested(self) -> bool:
+        """Whether it is skipped because a client asked, not for its gradients. Waits until it is known."""
+        return self._late.get() == REQUESTED
 
     def factor(self) -> float:
         """What gradients are multiplied by: unscaled, averaged, clipped. Waits until it is known."""

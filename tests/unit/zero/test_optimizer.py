@@ -80,7 +80,7 @@ def test_a_non_finite_gradient_skips_the_update_and_leaves_no_trace(keeps: bool)
     backward(ours, float("inf"))
     optimizer.update(1)
     assert optimizer.overflow
-    assert optimizer.skip_step
+    assert optimizer.check_overflow()
     assert not optimizer.state
     assert all(torch.equal(value, before[name]) for name, value in ours.state_dict().items())
     theirs = copy.deepcopy(ours)
@@ -94,13 +94,62 @@ def test_a_non_finite_gradient_skips_the_update_and_leaves_no_trace(keeps: bool)
     assert_same(ours, theirs)
 
 
+@pytest.mark.parametrize("computes_norm", [True, False])
+@pytest.mark.parametrize("skips_nonfinite", [True, False])
+def test_an_update_that_a_client_skips_leaves_no_trace_and_the_next_one_is_made(
+    computes_norm: bool, skips_nonfinite: bool
+) -> None:
+    ours, theirs = layer(), layer()
+    optimizer = wrapped(
+        ours, adam(ours.parameters()), clip=0.5, computes_norm=computes_norm, skips_nonfinite=skips_nonfinite
+    )
+    before = copy.deepcopy(ours.state_dict())
+    backward(ours, 7.0)
+    optimizer.skip_step = True
+    outcome = optimizer.update(1)
+    assert optimizer.overflow
+    assert outcome.is_requested
+    assert not optimizer.check_overflow()
+    assert not optimizer.skip_step
+    assert optimizer.global_norm is None
+    assert not optimizer.state
+    assert all(torch.equal(value, before[name]) for name, value in ours.state_dict().items())
+    plain = adam(theirs.parameters())
+    backward(theirs)
+    if computes_norm:
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+    plain.step()
+    backward(ours)
+    optimizer.update(2)
+    assert not optimizer.overflow
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("bad", [1.0, float("inf"), float("nan")])
+def test_a_look_at_the_gradients_before_an_update_changes_nothing_of_it(keeps: bool, bad: float) -> None:
+    ours, theirs = layer(), layer()
+    optimizer, other = (wrapped(each, adam(each.parameters()), keeps=keeps) for each in (ours, theirs))
+    for number in (1, 2):
+        for module in (ours, theirs):
+            backward(module, bad if number == 2 else 1.0)
+        assert not optimizer.check_overflow()  # of the last update
+        assert [optimizer.check_overflow(external=True) for _ in range(2)] == [number == 2 and bad != 1.0] * 2
+        optimizer.update(number)
+        other.update(number)
+        assert optimizer.check_overflow() == optimizer.overflow == other.overflow
+        assert all(torch.equal(*pair) for pair in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
 def test_without_the_norm_non_finite_gradients_are_still_noticed() -> None:
     ours = layer()
     optimizer = wrapped(ours, adam(ours.parameters()), computes_norm=False)
-    backward(ours, float("nan"))
-    optimizer.update(1)
-    assert optimizer.overflow
-    assert optimizer.global_norm is None
+    for number, bad in enumerate((float("nan"), float("inf"), -float("inf"))):
+        backward(ours, bad)
+        optimizer.update(number)
+        assert optimizer.overflow
+        assert optimizer.check_overflow()  # a sum of -infinity too is none that a client asked for
+        assert optimizer.global_norm is None
     backward(ours)
     optimizer.update(2)
     assert not optimizer.overflow

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed.zero.outcome import Outcome
+from deepspeed.zero.outcome import REQUESTED, Outcome
 
 
 class SlowNumber:
@@ -64,3 +64,21 @@ def test_without_a_norm_there_is_nothing_to_clip_by() -> None:
     assert outcome.norm is None
     assert outcome.factor() == outcome.factor_on_device() == 0.5
     assert not outcome.has_overflow
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_a_skip_that_a_client_asked_for_is_told_from_one_of_gradients(skips: bool) -> None:
+    asked = _outcome(REQUESTED, skips=skips)
+    assert asked.is_requested
+    assert asked.has_overflow
+    assert asked.norm is None
+    for both in (REQUESTED + math.inf, REQUESTED + math.nan, math.inf, 16.0):
+        outcome = _outcome(both, skips=skips)
+        assert not outcome.is_requested
+        assert outcome.has_overflow is (skips and not math.isfinite(both))
+
+
+def test_a_rank_that_did_not_ask_skips_on_its_device_as_well() -> None:
+    flag = _outcome(REQUESTED).skip_on_device()
+    assert flag is not None
+    assert flag.item() == 1.0
