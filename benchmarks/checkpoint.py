@@ -13,7 +13,9 @@ at every stage, as ZeroRedundancyOptimizer has no sharded checkpoint. Times run 
                             the original's each rank flushes half (fsync), within the time
     load_s                  of the second tag, all of its files in the page cache
     cold_load_s             the same after its files were dropped from the page cache (posix_fadvise)
-    held_s_per_gb           how long the second asynchronous save holds the caller, per GB that one rank writes
+    held_s_per_gb           how long the second asynchronous save holds training, per GB that one rank writes: its call, and
+                            what the next `step` takes more than the median of those before (it may wait for a copy)
+    slowed_s_per_gb         the same of the call and the whole next iteration: also what it loses to the thread that writes
     hash_share              processor seconds in the hash over seconds of writing a file with it, fsync included
     save_peak_mib           the most that was resident during the second save, beyond what was before
     load_peak_mib           the same of the load from the page cache
@@ -35,6 +37,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -58,6 +61,7 @@ _OF_TORCH = (DCP, DCP_BEST, DCP_ASYNC)
 _RANKS = 2
 _OTHER_RANKS = 3
 _SECOND = "second"
+_ITERATIONS = 5
 MODEL = {
     "width": 768,
     "layers": 12,
@@ -75,7 +79,17 @@ def _case(stage: int) -> Case:
         f"checkpoint stage {stage}",
         benchmark=__name__.rpartition(".")[2],
         contenders=(OURS, DCP, DCP_BEST, ORIGINAL, OTHER_RANKS, OURS_ASYNC, DCP_ASYNC),
-        figures=("second_save_s", "save_s", *loads, "held_s_per_gb", "hash_share", "mib", "save_peak_mib", "load_peak_mib"),
+        figures=(
+            "second_save_s",
+            "save_s",
+            *loads,
+            "held_s_per_gb",
+            "slowed_s_per_gb",
+            "hash_share",
+            "mib",
+            "save_peak_mib",
+            "load_peak_mib",
+        ),
         of=DCP,
         ranks=_RANKS,
         goals=(
@@ -105,6 +119,12 @@ class _Checkpoints(Protocol):
 
     def wait(self) -> object:
         """Wait for the asynchronous save."""
+
+    def compute(self) -> object:
+        """Forward and backward."""
+
+    def step(self) -> object:
+        """Update."""
 
     def load(self, tag: str) -> object:
         """Bring one back."""
@@ -146,17 +166,36 @@ def _loads(checkpoints: _Checkpoints, folder: Path) -> dict[str, float]:
 
 
 def _held(checkpoints: _Checkpoints, folder: Path) -> dict[str, float]:
-    """How long asynchronous saves hold the caller; the first one makes the memory that later ones use again."""
-    held_s = []
+    """How long asynchronous saves hold training; the first one makes the memory that later ones use again."""
+    alone = [_iteration(checkpoints) for _ in range(_ITERATIONS)]
+    step_s, iteration_s = (statistics.median(each[number] for each in alone) for number in (0, 1))
+    held_s, slowed_s = [], []
     for tag in ("first", _SECOND):
         dist.barrier()
         began = time.perf_counter()
         checkpoints.save(tag)
-        held_s.append(time.perf_counter() - began)
+        call_s = time.perf_counter() - began
+        step_after_s, iteration_after_s = _iteration(checkpoints)
+        held_s.append(call_s + max(0.0, step_after_s - step_s))
+        slowed_s.append(call_s + iteration_after_s - iteration_s)
         checkpoints.wait()
         dist.barrier()
     gb_per_rank = _nbytes(folder / _SECOND) / _RANKS / 1e9
-    return {"first_held_s_per_gb": held_s[0] / gb_per_rank, "held_s_per_gb": held_s[1] / gb_per_rank}
+    return {
+        "first_held_s_per_gb": held_s[0] / gb_per_rank,
+        "held_s_per_gb": held_s[1] / gb_per_rank,
+        "slowed_s_per_gb": slowed_s[1] / gb_per_rank,
+    }
+
+
+def _iteration(checkpoints: _Checkpoints) -> tuple[float, float]:
+    """Seconds of `step`, and of the whole iteration."""
+    began = time.perf_counter()
+    checkpoints.compute()
+    computed = time.perf_counter()
+    checkpoints.step()
+    ended = time.perf_counter()
+    return ended - computed, ended - began
 
 
 def _hash_share(file: Path) -> float:
@@ -182,13 +221,13 @@ class EngineCheckpoints:
         self._flushes = contender == ORIGINAL
         training = Training.of(arguments)
         model = build_model(arguments)
-        batch = make_batches(model, training.rows, rank())[0]
+        self._batch = make_batches(model, training.rows, rank())[0]
         config = engine_config(ORIGINAL if contender == ORIGINAL else OURS, training)
         if contender == OURS_ASYNC:
             config["checkpoint"] = {"async_save": True}
         self._engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
-        self._engine.backward(self._engine(batch))
-        self._engine.step()
+        self.compute()
+        self.step()
 
     def save(self, tag: str) -> None:
         self._engine.save_checkpoint(str(self._folder), tag=tag)
@@ -197,6 +236,12 @@ class EngineCheckpoints:
             for file in files_of(self._folder / tag)[rank() :: _RANKS]:
                 flush(file)
             flush(self._folder / tag)
+
+    def compute(self) -> None:
+        self._engine.backward(self._engine(self._batch))
+
+    def step(self) -> None:
+        self._engine.step()
 
     def wait(self) -> None:
         self._engine.wait_for_checkpoint()
@@ -220,8 +265,9 @@ class _Dcp:
         for piece in (*blocks_of(self._model), self._model):
             fully_shard(piece, mesh=mesh, mp_policy=bf16 if training.is_bf16 else MixedPrecisionPolicy())
         self._optimizer = adamw(self._model)
-        self._model(make_batches(self._model, training.rows, rank())[0]).backward()
-        self._optimizer.step()
+        self._batch = make_batches(self._model, training.rows, rank())[0]
+        self.compute()
+        self.step()
         self._kept = self._collect() if contender == DCP_BEST else None
         self._is_async = contender == DCP_ASYNC
         self._saving: Any = None
@@ -235,6 +281,13 @@ class _Dcp:
             dcp.save(self._state(), storage_writer=writer)
             return
         self._saving = dcp.async_save(self._state(), storage_writer=writer)
+
+    def compute(self) -> None:
+        self._model(self._batch).backward()
+
+    def step(self) -> None:
+        self._optimizer.step()
+        self._optimizer.zero_grad()
 
     def wait(self) -> None:
         self._saving.result()

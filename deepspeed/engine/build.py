@@ -141,7 +141,7 @@ def _choose_parts(request: EngineRequest, terms: Terms) -> EngineParts:
         report=report,
         communication_data_type=terms.policy.communication or torch.float32,
         partition=partition,
-        checkpointing=Checkpointing.of(config, mesh),
+        checkpointing=_checkpointing(config, mesh, trained),
         stage=request.stage,
         of_experts=is_name_of_experts(module),
         products=products,
@@ -246,7 +246,7 @@ def _coordinator(module: nn.Module, config: DeepSpeedConfig, partition: Partitio
     coordinator = build_coordinator(module, partition.units, partition.sharded, settings)
     for flat in partition.sharded:
         flat.publish_parameters()
-        flat.before_edit = coordinator.before_edit
+        flat.before_edit.add(coordinator.before_edit)
     return coordinator
 
 
@@ -312,6 +312,14 @@ def _loader(request: EngineRequest, report: StepReport) -> Any:
         collate_fn=request.collate_fn,
         throughput=report.throughput,
     )
+
+
+def _checkpointing(config: DeepSpeedConfig, mesh: ParallelMesh, trained: ZeroOptimizer | None) -> Checkpointing:
+    checkpointing = Checkpointing.of(config, mesh)
+    if trained is not None:
+        for calls in (trained.master.before_change, *(flat.before_edit for flat in trained.master.flats)):
+            calls.add(checkpointing.saver.before_change)
+    return checkpointing
 
 
 def _unmanaged(module: nn.Module, trained: ZeroOptimizer | None) -> tuple[nn.Parameter, ...]:

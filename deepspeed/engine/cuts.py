@@ -104,7 +104,16 @@ class Cuts:
         is_whole = held is not None and tuple(value.shape) == held.cut.shape
         return part_of(value, held.cut, held.rank) if is_whole and held is not None else value
 
-    def piece(self, stored: str, name: str, own: Sequence[int], start: int, data: Tensor | DeferredTensor) -> Piece:
+    def piece(
+        self,
+        stored: str,
+        name: str,
+        own: Sequence[int],
+        start: int,
+        data: Tensor | DeferredTensor,
+        *,
+        is_private: bool = False,
+    ) -> Piece:
         """What this rank writes: elements of its tensor from `start` on, or of an optimizer's state of it.
 
         Args:
@@ -113,11 +122,12 @@ class Cuts:
             own: shape of this rank's tensor.
             start: first element, of this rank's flattened tensor.
             data: the elements.
+            is_private: as `Piece` has it.
         """
         held = self._held.get(name)
         if held is None:
-            return Piece(stored, tuple(own), start, data)
-        return Piece(stored, held.cut.shape, held.start + start, data, held.cut)
+            return Piece(stored, tuple(own), start, data, is_private=is_private)
+        return Piece(stored, held.cut.shape, held.start + start, data, held.cut, is_private)
 
     def read(self, source: CheckpointSource, stored: str, name: str, start: int, out: Tensor) -> Tensor:
         """Inverse of `piece`: fill the flat `out`, and give it."""

@@ -37,6 +37,7 @@ from deepspeed.engine.stage_facts import add_facts, facts_of_stage
 from deepspeed.engine.weights import extra_state, persistent_buffers, shared_names, unmanaged_parameters
 from deepspeed.errors import ArgumentError, CheckpointError
 from deepspeed.sharding import even_range
+from deepspeed.zero.master import BESIDE
 from deepspeed.zero.state_io import join_scalars, scalars_of_slices, state_pieces, state_scalars
 
 if TYPE_CHECKING:
@@ -71,8 +72,9 @@ class SavingMembers:
     ) -> bool:
         """Write a whole checkpoint. Collective: all ranks call it.
 
-        With `checkpoint.async_save` it returns when the state has been copied, and the copy is written while training goes
-        on; see `wait_for_checkpoint`.
+        With `checkpoint.async_save` it returns when the model's own tensors have been copied; masters and optimizer state
+        are copied while the next forward and backward run, and the copy is written while training goes on; see
+        `wait_for_checkpoint`.
 
         Args:
             save_dir: folder of all tags.
@@ -158,7 +160,9 @@ class SavingMembers:
             for piece in state_pieces(optimizer.master, share.parts, share.part, flat):
                 if piece.member.name not in elsewhere:
                     name = names.optimizer_tensor(piece.member.name, piece.key)
-                    yield self._parts.cuts.piece(name, piece.member.name, piece.shape, piece.start, piece.values)
+                    is_private = not piece.key.startswith(BESIDE)
+                    cuts, member = self._parts.cuts, piece.member.name
+                    yield cuts.piece(name, member, piece.shape, piece.start, piece.values, is_private=is_private)
 
     def _share(self, flat: FlatGroup) -> Share:
         """How much of what ranks hold alike of `flat` this rank writes."""
@@ -269,11 +273,13 @@ def _rank_state(loader: Any, own: OwnState) -> dict[str, Any]:
 def _flat_pieces(flat: FlatGroup, cuts: Cuts, parts: int, part: int) -> Iterator[Piece]:
     """This rank's share of what the flat group holds in full precision."""
     is_wider = flat.kind.is_trained and flat.kind.master_dtype != flat.kind.param_dtype
+    is_private = flat.masters is not None  # else the model's own weights, which the caller may write
     name_of = names.master_tensor if is_wider else names.module_tensor
     for f in flat.own_fragments(*even_range(flat.layout.shard_numel, parts, part)):
         member = flat.members[f.index]
         values = flat.deferred_master(f.buffer_start, f.buffer_start + f.numel)
-        yield cuts.piece(name_of(member.name), member.name, flat.shapes[f.index], f.param_start, values)
+        name, shape = name_of(member.name), flat.shapes[f.index]
+        yield cuts.piece(name, member.name, shape, f.param_start, values, is_private=is_private)
     if part == flat.axis.rank == 0:
         for member, shape in zip(flat.members, flat.shapes, strict=True):
             if shape.numel() == 0:

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.comm.watch import naming
+from deepspeed.common.calls import Calls
 from deepspeed.common.deferred import DeferredTensor
 from deepspeed.errors import FileIoError, UsageError
 from deepspeed.offload.agreement import together
@@ -105,7 +106,7 @@ class FlatGroup:
         self.gatherer = gatherer
         self.axis = axis
         self.on_replaced: Callable[[], None] = self.release
-        self.before_edit: Callable[[], None] = lambda: None
+        self.before_edit = Calls()
         self.optimizer: Callable[[], object | None] = lambda: None
         self.values = gatherer.buffer
         self.tier = tier

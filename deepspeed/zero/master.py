@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
+from deepspeed.common.calls import Calls
 from deepspeed.offload.sub_groups import whole_grains
 from deepspeed.ops.adam.base import FusedKernelAdam
 from deepspeed.ops.host_step import Update
@@ -101,6 +102,7 @@ class MasterWeights:
         self.optimizer = optimizer
         self.residence: Residence = residence or InMemory()
         self.is_elementwise = is_elementwise
+        self.before_change = Calls()  # before masters or state are changed or moved
         self._apply: Callable[[], Any] = optimizer.step
         self._client_params = [list(group["params"]) for group in optimizer.param_groups]
         self._state_dtype = state_dtype
@@ -199,6 +201,7 @@ class MasterWeights:
             self._adopt(flat, [position])
 
     def _adopt(self, flat: FlatGroup, edited: Sequence[int]) -> None:
+        self.before_change()
         flat.adopt_edits(edited)
 
     def drain(self) -> None:

@@ -150,6 +150,7 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
         """
         self.reducer.ensure_reduced()
         self.ties.reduce(self.master.flats)
+        self.master.before_change()
         self.master.adopt_edits()
         outcome = self.outcome = self._judge()
         if self._host_decides(outcome):
@@ -268,6 +269,7 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
         Raises:
             ArgumentError: a device other than the host, or an unknown kind; nothing was moved.
         """
+        self.master.before_change()
         tensors = state_tensors(self.master, (*self.master.flats, *self.frozen))
         self.absence.offload(tensors, include, device, pin_memory=pin_memory, non_blocking=non_blocking)
 
@@ -329,7 +331,8 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The wrapped optimizer's state, keyed by slice."""
+        """The wrapped optimizer's state, keyed by slice; to be changed as you like, which a background save waits for."""
+        self.master.before_change()
         return self.optimizer.state
 
     @property
@@ -343,6 +346,7 @@ class ZeroOptimizer(DeepSpeedOptimizer, Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Inverse of `state_dict`, for the same layout."""
+        self.master.before_change()
         self.optimizer.load_state_dict(state_dict["optimizer"])
         put_all_away(self.master)
         self.loss_scaler.load_state_dict(state_dict["loss_scaler"])

@@ -78,6 +78,7 @@ def editing_state_of(
     master: MasterWeights, flat: FlatGroup, position: int, key: str
 ) -> Iterator[list[tuple[Fragment, Tensor]]]:
     """What `state_of` gives, to be changed inside."""
+    master.before_change()
     with ExitStack() as stack:
         found = []
         for f, s in _state_parts(master, flat, position, key):

@@ -4,6 +4,7 @@ r"""Saves that go on while training does: the life of one save on one rank.
                                                               \
     a thread per save                                          write, fsync --> commit, agreed over a group of its own
                                                                                    \
+    training thread    before_change(): wait for the copy of what updates write <- the next update
     training thread    wait(), the next save(), close() <--------- its error, if there was one
 
              save()                 the thread ends                 wait(), the next save(), close()
@@ -102,6 +103,8 @@ class Saver:
         self._aside: AsideGroup | None = None
         self._thread: threading.Thread | None = None
         self._what = ""
+        self._copying: StartedSave | None = None
+        self._blocked_seconds = 0.0
         self._failure: Exception | None = None
 
     @property
@@ -110,7 +113,9 @@ class Saver:
         return self._thread is not None and self._thread.is_alive()
 
     def save(self, save_dir: Path, tag: str, content: Content, *, save_latest: bool = True) -> StartedSave:
-        """Save. Collective. In the background, it returns when the state may change again; else when all is on the disk.
+        """Save. Collective. In the background it returns when the caller may compute; else when all is on the disk.
+
+        In the background, private pieces may still be read until `before_change` returns.
 
         Returns:
             What was saved; `is_held` tells that the rest happens in the background.
@@ -144,13 +149,22 @@ class Saver:
         if not started.is_held:
             if can_wait:
                 self._warn_of_limit(started)
-            self._finish(started, finishing, began, None)
+            self._finish(started, finishing, began)
             return started
-        blocked_seconds = time.monotonic() - began
-        arguments = (started, finishing, began, blocked_seconds)
+        self._copying = started
+        self._blocked_seconds = time.monotonic() - began
+        arguments = (started, finishing, began)
         self._thread = threading.Thread(target=self._run, args=arguments, name="deepspeed checkpoint", daemon=False)
         self._thread.start()
         return started
+
+    def before_change(self) -> None:
+        """Block until the state that only updates write has been copied: before it is changed or moved. Not collective."""
+        copying, self._copying = self._copying, None
+        if copying is not None:
+            began = time.monotonic()
+            copying.wait_for_copy()
+            self._blocked_seconds += time.monotonic() - began
 
     def wait(self) -> None:
         """Block until no save goes on.
@@ -160,7 +174,7 @@ class Saver:
         """
         if self._thread is not None:
             self._thread.join()
-            self._thread = None
+            self._thread = self._copying = None
         failure, self._failure = self._failure, None
         if failure is not None:
             raise CheckpointError(f"the background save of {self._what} failed. {failure}") from failure
@@ -203,20 +217,21 @@ class Saver:
             self._aside = new_aside_group()
         return AsideRanks(self._rank, self._aside)
 
-    def _run(self, started: StartedSave, ranks: Ranks, began: float, blocked_seconds: float) -> None:
+    def _run(self, started: StartedSave, ranks: Ranks, began: float) -> None:
         """Body of the thread. Broad on purpose: what is raised here, `wait` raises."""
         try:
-            self._finish(started, ranks, began, blocked_seconds)
+            self._finish(started, ranks, began)
         except Exception as error:
             self._failure = error
             is_foreseen = isinstance(error, DeepSpeedError)  # its text says all
             _logger.error("the background save of %s failed. %s", self._what, error, exc_info=not is_foreseen)
 
-    def _finish(self, started: StartedSave, ranks: Ranks, began: float, blocked_seconds: float | None) -> None:
+    def _finish(self, started: StartedSave, ranks: Ranks, began: float) -> None:
         committed = started.finish(ranks)
         if not self._commits:
             return
         if self._plan.shows_statistics and self._rank == 0:
+            blocked_seconds = self._blocked_seconds if started.is_held else None
             _logger.info("%s", statistics(committed, time.monotonic() - began, blocked_seconds))
         if started.is_kept and committed.folder.is_dir():  # a storage of a client's own may write elsewhere
             if self._plan.leaves_scripts:

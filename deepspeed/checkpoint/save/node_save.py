@@ -113,7 +113,8 @@ class _NodeSave(StartedSave):
 
     def take_over(self, verdict: Mapping[str, Any]) -> None:
         """Know what rank 0 found; leaders of nodes write its state's tensors too. Waits for the copy of the own pieces."""
-        self._use_copy()
+        if self._held is not None:
+            self._held.wait_shared()
         self.tag, self._token, self.is_held = verdict["tag"], verdict["token"], verdict["is_held"]
         self._state, self._client_state = verdict["state"], verdict["client_state"]
         self._world_size = len(self._nodes.node_of)

@@ -34,6 +34,10 @@ class Piece:
     cut: Cut | None = None
     """How ranks hold the tensor, equal on all ranks; None: whole. One that `is_in_order` makes no difference."""
 
+    is_private: bool = False
+    """Nothing but updates and this library's own calls writes `data`, and they ask first (`Saver.before_change`): a copy may
+    still go on when the caller computes again."""
+
     @classmethod
     def whole(cls, name: str, data: Tensor) -> Piece:
         """A tensor that this rank writes all of."""

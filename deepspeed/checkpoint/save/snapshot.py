@@ -6,7 +6,15 @@ The buffer is kept from one save to the next: fresh memory costs several times t
 of it. So the first one is made ready ahead, in a thread (`prepare`), and later ones allocate nothing. Where an accelerator
 holds the state, the buffer is locked into memory and the copies run beside each other.
 
-The copy runs in a thread, outside the interpreter's lock, while the ranks agree on what they are about to write.
+The copy runs in a thread, outside the interpreter's lock, while the ranks agree on what they are about to write:
+
+    thread     | shared pieces | private pieces: masters, moments |
+    caller     agree --------- wait_shared | forward, backward --- wait | update ...
+
+[Note: lazy copies] Only an update writes masters and moments, so they are copied while forward and backward run
+(DataStates-LLM, arXiv:2406.10707); what the caller could write before that is copied first. A private tensor that was
+written all the same, through a reference of the caller's own, has another version afterwards: such a snapshot is refused,
+never written. Copies from a device are queued ahead of whatever comes after them on its stream, so no caller waits.
 
 Does not live here: when to take one (`background`). One object per rank; its methods are called by one thread.
 """
@@ -18,7 +26,10 @@ import math
 import mmap
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +38,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.save.piece import Piece
 from deepspeed.common.deferred import DeferredTensor, loaded
 from deepspeed.common.logging import get_logger
+from deepspeed.common.wording import some
 from deepspeed.errors import CheckpointError
 from deepspeed.ops.host_copy import copy_host
 
@@ -35,8 +47,19 @@ __all__ = ["Snapshot", "SnapshotMemory", "needed_nbytes"]
 _ALIGNMENT_NBYTES = 64
 _SPARE_NBYTES = 1 << 20
 _SPARE_SHARE = 64
+_NAMES_SHOWN = 3
 
 _logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class _Private:
+    """One copy of what only updates write."""
+
+    name: str
+    to: Tensor
+    of: Tensor
+    version: int
 
 
 class Snapshot:
@@ -49,30 +72,69 @@ class Snapshot:
 
     def __init__(self, pieces: Sequence[Piece], places: list[Piece]) -> None:
         self._places = places
-        pairs = [(loaded(to.data), of.data.detach()) for to, of in zip(places, pieces, strict=True) if of.data.numel()]
-        for to, of in pairs:
-            if isinstance(of, Tensor) and of.device.type != "cpu":
-                to.copy_(of, non_blocking=True)
-        self._is_any_on_a_device = _is_any_on_a_device(pieces)
-        on_host = [(to, of) for to, of in pairs if of.device.type == "cpu"]
-        thread = ThreadPoolExecutor(1, "deepspeed snapshot")
-        self._copying = thread.submit(_copy, on_host)
+        moves = [(loaded(to.data), of) for to, of in zip(places, pieces, strict=True) if of.data.numel()]
+        for to, of in moves:
+            if isinstance(of.data, Tensor) and _is_on_a_device(of):
+                to.copy_(of.data.detach(), non_blocking=True)
+        self._from_device: Any = None
+        if _is_any_on_a_device(pieces):
+            self._from_device = get_accelerator().Event()
+            self._from_device.record()
+        shared, private = [], []
+        for to, of in moves:
+            if isinstance(of.data, Tensor) and of.is_private and not _is_on_a_device(of):
+                private.append(_Private(of.name, to, of.data.detach(), _version(of.data)))
+            elif not _is_on_a_device(of):
+                shared.append((to, of.data))
+        thread = ThreadPoolExecutor(1, "deepspeed snapshot")  # one, so that what the caller waits for comes first
+        self._shared = thread.submit(_copy, shared)
+        self._private = thread.submit(_copy_private, private)
         thread.shutdown(wait=False)
 
+    def wait_shared(self) -> None:
+        """Block until what the caller may write has been copied. What could not be read, `pieces` raises."""
+        futures.wait([self._shared])
+
+    def wait(self) -> None:
+        """Block until nothing of the state is read any more. What could not be read, `pieces` raises."""
+        futures.wait([self._shared, self._private])
+
     def pieces(self) -> list[Piece]:
-        """The pieces with data of their own; blocks until the copy is complete."""
-        self._copying.result()
-        if self._is_any_on_a_device:
-            get_accelerator().synchronize()
+        """The pieces with data of their own; blocks until the copy is complete.
+
+        Raises:
+            CheckpointError: a private piece was changed meanwhile.
+            FileIoError: a deferred one could not be read.
+        """
+        self._shared.result()
+        self._private.result()
+        if self._from_device is not None:
+            self._from_device.synchronize()
         return self._places
 
 
 def _copy(pairs: Sequence[tuple[Tensor, Tensor | DeferredTensor]]) -> None:
     """Copy within the host; what is deferred is read, one tensor at a time."""
-    copy_host([(to, of) for to, of in pairs if isinstance(of, Tensor)])
+    copy_host([(to, of.detach()) for to, of in pairs if isinstance(of, Tensor)])
     for to, of in pairs:
         if isinstance(of, DeferredTensor):
             to.copy_(of.read())
+
+
+def _copy_private(moves: Sequence[_Private]) -> None:
+    """Copy within the host, and see that nobody has written to the sources since they were submitted."""
+    copy_host([(move.to, move.of) for move in moves])
+    changed = [move.name for move in moves if _version(move.of) != move.version]
+    if changed:
+        raise CheckpointError(
+            f"{some(changed, _NAMES_SHOWN, '')} changed while a background save copied them. Change "
+            "optimizer state and masters by hand after engine.wait_for_checkpoint(), or by deepspeed.utils.safe_set_full_*."
+        )
+
+
+def _version(tensor: Tensor) -> int:
+    """Grows with each write in place; inference tensors count none."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class SnapshotMemory:
@@ -107,8 +169,9 @@ class SnapshotMemory:
             self._making.start()
 
     def hold(self, pieces: Sequence[Piece]) -> Snapshot | None:
-        """Begin to copy the pieces' data, which must not change until `Snapshot.pieces` has returned.
+        """Begin to copy the pieces' data.
 
+        Private pieces must not change until `Snapshot.wait` has returned, others not until `Snapshot.wait_shared` has.
         What an earlier call gave is overwritten. None: they need more than the limit.
 
         Raises:
@@ -178,7 +241,11 @@ def _aligned(nbytes: int) -> int:
 
 
 def _is_any_on_a_device(pieces: Iterable[Piece]) -> bool:
-    return any(piece.data.device.type != "cpu" for piece in pieces)
+    return any(map(_is_on_a_device, pieces))
+
+
+def _is_on_a_device(piece: Piece) -> bool:
+    return piece.data.device.type != "cpu"
 
 
 def _new_buffer(nbytes: int) -> Tensor:

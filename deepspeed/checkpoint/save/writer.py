@@ -4,8 +4,9 @@
     finish   every rank   write its shard, fsync ---> rank 0: client_state.json, manifest.json, fsync, rename, `latest`
 
 Before the rename nothing of the previous checkpoint is touched, after it the new one is whole. Both steps end in one verdict
-for all ranks (`agreement.together`). Only `start` looks at the live state; a save in the background copies it then and calls
-`finish` in a thread (`background`). Does not live here: what is worth saving (the engine decides that).
+for all ranks (`agreement.together`). Only `start` looks at the live state; a save in the background begins to copy it then,
+and calls `finish`, which waits for the end of the copy, in a thread (`background`). Does not live here: what is worth saving
+(the engine decides that).
 """
 
 from __future__ import annotations
@@ -38,7 +39,13 @@ _logger = get_logger(__name__)
 
 
 class Held(Protocol):
-    """A copy of a rank's pieces that is being made."""
+    """A copy of a rank's pieces that is being made: `snapshot.Snapshot`."""
+
+    def wait_shared(self) -> None:
+        """Block until the pieces that are not private are copied."""
+
+    def wait(self) -> None:
+        """Block until all are."""
 
     def pieces(self) -> list[Piece]:
         """The pieces, with data of their own that no later change of the state reaches. Blocks until that is complete."""
@@ -137,7 +144,8 @@ class StartedSave:
     Attributes:
         save_dir: folder of all tags.
         tag: name of the checkpoint.
-        is_held: every rank holds a copy of what it writes, so the state may change before `finish`.
+        is_held: every rank holds a copy of what it writes, so the state may change before `finish`; what is private of it,
+            after `wait_for_copy`.
         nbytes: of this rank's pieces.
     """
 
@@ -154,7 +162,7 @@ class StartedSave:
         self._token = new_token()
         self._pieces: list[Piece] = []
         self._held: Held | None = None
-        self._copy_fault: FileIoError | None = None
+        self._copy_fault: FileIoError | CheckpointError | None = None
         self._state: JsonValue = None
         self._client_state: JsonValue = None
         self._rank_state: JsonValue = None
@@ -214,10 +222,17 @@ class StartedSave:
         return described
 
     def go_on(self, verdict: Mapping[str, JsonValue]) -> None:
-        """Take over what rank 0 found, and wait for the copy."""
-        self._use_copy()
+        """Take over what rank 0 found, and wait for the copy of what the caller may write."""
+        if self._held is not None:
+            self._held.wait_shared()
         self._working_name = str(verdict["working"])
         self.is_held = bool(verdict["is_held"])
+
+    def wait_for_copy(self) -> None:
+        """Block until no state is read any more. In any thread."""
+        held = self._held
+        if held is not None:
+            held.wait()
 
     def finish(self, ranks: Ranks) -> Committed:
         """Write and commit. Collective over `ranks`, the same as at the start or others of equal order; in any thread.
@@ -233,9 +248,10 @@ class StartedSave:
 
     def write_shard(self) -> JsonValue:
         """Write this rank's file; return its entry, or None where this rank has nothing to write."""
+        self._use_copy()
         if self._copy_fault is not None:
             raise CheckpointError(
-                f"checkpoint {self.tag!r} in {self.save_dir}: state of this rank could not be read: {self._copy_fault}"
+                f"checkpoint {self.tag!r} in {self.save_dir}: state of this rank could not be copied: {self._copy_fault}"
             ) from self._copy_fault
         entries = [_entry(piece) for piece in self._pieces if piece.data.numel()]
         metadata = {names.RANK_STATE_FIELD: strict_json.dumps(self._rank_state)} if self._rank_state else {}
@@ -286,12 +302,15 @@ class StartedSave:
 
     def _use_copy(self) -> None:
         """Wait for the copy. What could not be read for it is said when all ranks write, so that all raise together."""
-        held, self._held = self._held, None
+        held = self._held
         if held is not None:
             try:
-                self._pieces = held.pieces()
-            except FileIoError as error:
+                copied = held.pieces()
+                self._pieces[: len(copied)] = copied
+            except (FileIoError, CheckpointError) as error:
                 self._copy_fault = error
+            finally:
+                self._held = None  # last: `wait_for_copy` may ask at any moment
 
     def close(self) -> None:
         """Remove what was not committed, give the folder free, and let go of the data."""

@@ -21,7 +21,7 @@ were as many times as large.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -81,7 +81,7 @@ class ZenFlowWeights(MasterWeights):
         self._sums = [[torch.zeros_like(s.master) for s in self.slices] for _ in range(sets)]
         self._rest = RestUpdate(optimizer, self.slices, settings)
         for flat in self.flats:
-            flat.before_edit = _both(flat.before_edit, self.drain)
+            flat.before_edit.add(self.drain)
 
     # -- the update ---------------------------------------------------------------------------------------------------
 
@@ -322,11 +322,3 @@ class ZenFlowWeights(MasterWeights):
             {**group, "params": [s.param for s in self.slices if s.flat.kind.group_index == index]}
             for index, group in enumerate(self.optimizer.param_groups)
         ]
-
-
-def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
-    def both() -> None:
-        first()
-        second()
-
-    return both
