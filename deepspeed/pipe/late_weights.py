@@ -60,10 +60,13 @@ class LateWeights(TorchFunctionMode):
         return apply(input, _Layer(weight, bias, self._owed))
 
     def pay(self) -> None:
-        """Compute and accumulate what the backward left; inside `reducer.drive`, as any backward."""
-        owed, self._owed = self._owed, []
-        for later in owed:
-            torch.autograd.backward(*later())
+        """Compute and accumulate what the backward left; inside `reducer.drive`, as any backward.
+
+        What is owed holds inputs of layers, these hold the graph, and that holds the list of what is owed: a ring that
+        Python's collector does not see. So the list itself is emptied.
+        """
+        while self._owed:
+            torch.autograd.backward(*self._owed.pop(0)())
 
 
 def _is_hooked() -> bool:

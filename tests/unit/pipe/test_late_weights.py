@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -93,3 +96,17 @@ def test_a_weight_used_twice_gets_both() -> None:
     layer(layer(torch.ones(2, 4, requires_grad=True))).sum().backward()
     assert got is not None
     torch.testing.assert_close(got, layer.weight.grad)
+
+
+def test_what_was_paid_is_let_go() -> None:
+    """Inputs of layers hold the graph, and the graph what is owed: memory that would stay for ever, batch after batch."""
+    late, kept = LateWeights(), []
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    model[0].register_forward_hook(lambda module, args, output: kept.append(weakref.ref(output)))
+    with late:
+        out = model(torch.randn(2, 5, requires_grad=True)).sum()
+    out.backward()
+    late.pay()
+    del out
+    gc.collect()
+    assert [each() for each in kept] == [None]
