@@ -12,14 +12,19 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
+from deepspeed.comm.world import destroy_process_group
 from deepspeed.errors import UsageError
 
 __all__ = ["pretended_world"]
 
 
 @contextmanager
-def pretended_world(size: int) -> Iterator[dist.ProcessGroup]:
-    """Be the first of `size` ranks inside, and no rank of anything before and after.
+def pretended_world(size: int, rank: int = 0) -> Iterator[dist.ProcessGroup]:
+    """Be one of `size` ranks inside, and no rank of anything before and after.
+
+    Args:
+        size: ranks.
+        rank: which one.
 
     Raises:
         UsageError: this process is a rank already.
@@ -30,10 +35,10 @@ def pretended_world(size: int) -> Iterator[dist.ProcessGroup]:
             "its own, or before the process group is made."
         )
     store = importlib.import_module("torch.testing._internal.distributed.fake_pg").FakeStore()  # registers the back end
-    dist.init_process_group("fake", store=store, rank=0, world_size=size)
+    dist.init_process_group("fake", store=store, rank=rank, world_size=size)
     try:
         group = dist.group.WORLD
         assert group is not None  # initialized above
         yield group
     finally:
-        dist.destroy_process_group()
+        destroy_process_group()

@@ -130,9 +130,10 @@ def planned_groups(
 ) -> tuple[list[PlannedGroup], tuple[UnitPlan, ...]]:
     """The flat groups and units that `plan_partition` would make, without making them; moves nothing, asks no rank.
 
-    The arguments are those of `plan_partition`; the module may lie on the meta device, the ranks need no process group.
+    Arguments are those of `plan_partition`; the module, a model or a stage of a pipeline, may lie on the meta device, and
+    ranks need no process group.
     """
-    planner = _Planner(module, config, policy, axes, {})
+    planner = _Planner(module, config, policy, axes, Stage.of(module).tie_of)
     return planner.groups(optimizer), planner.units
 
 

@@ -24,7 +24,7 @@ from deepspeed.errors import PipelineDataEndedError, PipelineError
 from deepspeed.pipe.forms import digest, take_apart
 from deepspeed.topology.mesh import ParallelMesh
 
-__all__ = ["Announced", "BatchSource"]
+__all__ = ["Announced", "BatchSource", "pair_of"]
 
 _GOOD, _ENDED, _FAILED = 0, 1, 2
 _CURE_OF_ENDED = (
@@ -109,7 +109,7 @@ class BatchSource:
         return _Taken(found)
 
     def _micro_batch(self, batch: Any) -> MicroBatch:
-        inputs, labels = _pair(batch)
+        inputs, labels = pair_of(batch)
         return MicroBatch(
             move_to_device(inputs, self._device) if self._is_first else None,
             move_to_device(labels, self._device) if self._is_last else None,
@@ -148,7 +148,7 @@ class BatchSource:
         raise kind(f"{'; '.join(told)}. Nothing was computed, and the engine can go on.{cure}") from taken.cause
 
 
-def _pair(batch: Any) -> tuple[Any, Any]:
+def pair_of(batch: Any) -> tuple[Any, Any]:
     """Inputs and labels; what is no tuple or list, or has one element, is inputs alone."""
     if not isinstance(batch, tuple | list) or not batch:
         return batch, None

@@ -134,7 +134,7 @@ class PipelineModule(nn.Module):
             for here in (self._layers_of(chunk) for chunk in range(num_chunks))
         ]
         self.forward_funcs = [call for stretch in self._stretches for call in stretch.calls]
-        self.to(get_accelerator().current_device_name())
+        self._move_to(get_accelerator().current_device_name())
         self.tie_groups = join_ties(stages_of_ties(layers, owners), self.mesh)
         share_first_values(self.tie_groups, dict(self.tied_modules.items()))
 
@@ -145,6 +145,11 @@ class PipelineModule(nn.Module):
             self.loss_fn = loss_fn
         else:
             object.__setattr__(self, "loss_fn", loss_fn)
+
+    def _move_to(self, device: str) -> None:
+        """What has no values, as for a plan that looks at shapes alone, stays where it is."""
+        if not any(tensor.is_meta for tensor in (*self.parameters(), *self.buffers())):
+            self.to(device)
 
     @property
     def _seed(self) -> Callable[[int], Any] | None:

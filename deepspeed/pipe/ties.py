@@ -107,12 +107,13 @@ def _axis_over(held: tuple[int, ...], grid: ProcessTopology, mesh: ParallelMesh)
 
 
 def share_first_values(ties: Sequence[TieGroup], modules: Mapping[str, nn.Module]) -> None:
-    """Give every copy the owner's parameters and buffers; all ranks of each tie must call it."""
+    """Give every copy the owner's parameters and buffers, those that have values; all ranks of each tie must call it."""
     for tie in ties:
         if tie.axis is None:
             continue
         for tensor in (*modules[tie.key].parameters(), *modules[tie.key].buffers()):
-            _take_from_owner(tensor, tie.axis)
+            if not tensor.is_meta:
+                _take_from_owner(tensor, tie.axis)
 
 
 def _take_from_owner(tensor: Tensor, axis: AxisGroup) -> None:

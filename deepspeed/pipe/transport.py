@@ -164,6 +164,17 @@ class Transport:
                 self._incoming[line].expect(messages)
         self.post()
 
+    def know(self, line: Line, signature: int, chunk: int, form: Form) -> None:
+        """Take it as told, at either end of `line`, what activations look like: none is described then.
+
+        Args:
+            line: of the activations.
+            signature: of the micro-batches that they come of.
+            chunk: of the stage that receives them.
+            form: of each.
+        """
+        self._forms.setdefault(line, {})[signature, chunk] = form
+
     def forget_forms(self) -> None:
         """Describe everything anew. All stages call it between the same two batches."""
         self._forms.clear()

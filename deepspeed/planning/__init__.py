@@ -2,8 +2,10 @@
 
     sources   a module, a Hugging Face configuration, module:function, or a number of parameters
        |
+    building, pipelines    functions that build a model; stages of a pipeline, each in turn
+       |
     states    weights, gradients, masters, optimizer state, buckets, gathered units     asks engine.partition
-    tracing   activations of one micro-batch                                            fake tensors
+    tracing   activations of one micro-batch, `stages`: of a pipeline's batch            fake tensors
     traffic   bytes per step                                                            pure
        |
     terms     a plan: terms with bytes, tier and the setting that lowers them           pure

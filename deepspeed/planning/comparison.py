@@ -1,7 +1,8 @@
 """Every ZeRO stage and offload side by side: `deepspeed.plan`.
 
     subject, configuration --> layers cut over tensor ranks (`cutting`) --> one timeline (`tracing`)
-                           --> for each setting: states at its busiest moment + traffic --> RankPlan
+    pipeline               --> each stage (`pipelines`)                 --> one timeline each (`stages`)
+                           --> for each setting: states at its busiest moment + traffic --> RankPlan (`planner`)
                                the one asked for, the lowest stage that fits, advice
 
 Called by `deepspeed.plan` and by `command`. Does not live here: the terms (`states`, `tracing`), drawing (`text`).
@@ -10,7 +11,7 @@ Called by `deepspeed.plan` and by `command`. Does not live here: the terms (`sta
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,14 +22,16 @@ from torch.utils._pytree import tree_leaves
 from deepspeed.config import DeepSpeedConfig, load_config
 from deepspeed.engine.degrees import Degrees
 from deepspeed.errors import ArgumentError, ConfigError
+from deepspeed.pipe.module import PipelineModule
+from deepspeed.planning.building import Build, build_on, function_of
 from deepspeed.planning.cutting import cut_over_tensor_ranks
-from deepspeed.planning.formula import states_by_formula
+from deepspeed.planning.pipelines import stages_planned
+from deepspeed.planning.planner import Planner
 from deepspeed.planning.sources import Subject, subject_of
-from deepspeed.planning.states import ModelStates, Optimizers, Ranks, model_states
-from deepspeed.planning.terms import RankPlan, Term
+from deepspeed.planning.states import Optimizers, Ranks
+from deepspeed.planning.terms import RankPlan
 from deepspeed.planning.timeline import Timeline
 from deepspeed.planning.tracing import Batch, trace_pass
-from deepspeed.planning.traffic import sent_nbytes
 from deepspeed.precision.policy import DtypePolicy, exact_batch_norm
 
 __all__ = ["Comparison", "plan"]
@@ -53,6 +56,9 @@ class Comparison:
     recomputed_nbytes: int | None = None
     """Activations at their peak with every block recomputed in backward; None: unknown."""
 
+    stages: tuple[RankPlan, ...] = ()
+    """Of a pipeline, the setting that was asked for on the first rank of each stage; `asked` is the fullest of them."""
+
     def lowest_that_fits(self) -> RankPlan | None:
         """The first of `others` that fits the device; None: none does, or the device's size is unknown."""
         if self.device_nbytes is None:
@@ -73,6 +79,7 @@ class Comparison:
             "lowest_that_fits": fitting.label if fitting is not None else None,
             "notes": list(self.notes),
             "recomputed_activation_nbytes": self.recomputed_nbytes,
+            "stages": [each.as_dict() for each in self.stages],
         }
 
 
@@ -89,15 +96,16 @@ def plan(
     """Say what each rank would hold and send, before anything is allocated.
 
     Args:
-        model_or_config: a module (values are not read), a Hugging Face configuration (object, name, folder, file),
-            "module:function" that builds one, or a number of parameters.
+        model_or_config: a module (values are not read), a Hugging Face configuration (object, name, folder, file), a
+            function that builds a model, or its name "module:function", or a number of parameters. A `PipelineModule` needs
+            such a function: it builds each stage in turn.
         ds_config: as `deepspeed.initialize` takes it; batch sizes that are left out or "auto" count as
             1 micro-batch of 1 row.
         world_size: ranks.
         device_memory: bytes of one device; None: nothing is said about fitting.
         sequence_length: tokens of a row, for Hugging Face language models.
-        batch: arguments of forward `(args, kwargs)` for one micro-batch of one rank; without it activations of other models
-            are left out.
+        batch: arguments of forward `(args, kwargs)` for one micro-batch of one rank, of a pipeline `((inputs, labels), {})`;
+            without it activations of other models are left out.
         device_type: of the devices. On "cpu" host memory is the device's, so that a tier "cpu" moves nothing.
 
     Raises:
@@ -105,58 +113,112 @@ def plan(
         ArgumentError: the model cannot be read, or cannot be spread over the ranks as the configuration asks.
     """
     raw = _with_batch(load_config(ds_config))
-    config, ranks = _config(raw, world_size)
-    sequence = config.sequence_parallel_size
-    subject = subject_of(
-        model_or_config, config.train_micro_batch_size_per_gpu, sequence_length, batch, sequence_ranks=sequence
-    )
-    with cut_over_tensor_ranks(subject, config, ranks.tensor) as on_rank:
-        found = _compared(on_rank, raw, config, ranks, device_type)
-    return replace(found, numel=subject.numel, device_nbytes=device_memory)
+    build = function_of(model_or_config)
+    if build is None:
+        found = _of_model(model_or_config, batch, _Asked(raw, world_size, device_type), sequence_length)
+        return replace(found, device_nbytes=device_memory)
+    with build_on(build, world_size) as built:
+        module, given = built.module, batch or built.batch
+    asked = _Asked(raw, world_size, device_type)
+    if isinstance(module, PipelineModule):
+        found = _of_pipeline(
+            build, module, given, replace(asked, pipe=module.num_stages, tensor=module.mesh.sizes["tensor"])
+        )
+    else:
+        found = _of_model(module, given, asked, sequence_length)
+    return replace(found, device_nbytes=device_memory)
 
 
-def _compared(
-    subject: Subject, raw: Mapping[str, Any], config: DeepSpeedConfig, ranks: Ranks, device_type: str
-) -> Comparison:
-    module = subject.module
-    with exact_batch_norm(module) if module is not None else nullcontext():
-        timeline, recomputed, notes = _timelines(subject, config)
-        optimizers = Optimizers(module) if module is not None else None
-        planner = _Planner(subject, ranks, timeline, optimizers, device_type)
-        asked = planner.plan("as configured", config)
-        others = []
-        for label, each in _alternatives(raw):
-            try:
-                others.append(planner.plan(label, _config(each, ranks.world)[0]))
-            except ConfigError as error:  # a key of this configuration has no meaning there
-                notes += (f"{label} is left out: {str(error).splitlines()[-1].strip()}",)
-    if config.optimizer is None:
-        notes += ('the configuration names no optimizer: AdamW is counted. Name yours under "optimizer".',)
-    less = recomputed.peak_nbytes if recomputed is not None else None
-    return Comparison(subject.name, subject.numel, ranks.world, None, asked, tuple(others), notes, less)
+@dataclass(frozen=True)
+class _Asked:
+    """A configuration, and the ranks that it is for."""
+
+    raw: Mapping[str, Any]
+    world_size: int
+    device_type: str
+    pipe: int = 1
+    tensor: int | None = None
+    """None: what the configuration says."""
+
+    def config(self, raw: Mapping[str, Any] | None = None) -> tuple[DeepSpeedConfig, Ranks]:
+        """It, or a neighbour of it; and the ranks that hold what the first one does, or other parts of it."""
+        values = copy.deepcopy(dict(self.raw if raw is None else raw))
+        sequence, tensor = Degrees.of(values, None)
+        tensor = self.tensor or tensor
+        _refuse_stacked(values)
+        if self.world_size % (sequence * tensor * self.pipe):
+            of_stages = f"{self.pipe} stages x " if self.pipe > 1 else ""
+            raise ArgumentError(
+                f"{self.world_size} ranks are no multiple of {of_stages}sequence_parallel_size = {sequence} x autotp_size = "
+                f"{tensor}. Change one of them."
+            )
+        data = self.world_size // (sequence * tensor * self.pipe)
+        config = DeepSpeedConfig(values, dp_world_size=data, world_size=self.world_size)
+        return config, Ranks(self.world_size // self.pipe, tensor)
 
 
-def _with_batch(raw: Mapping[str, Any]) -> dict[str, Any]:
-    given = {key: value for key, value in raw.items() if not (key in _BATCH and value == "auto")}
-    return given if any(key in given for key in _BATCH) else {**given, "train_micro_batch_size_per_gpu": 1}
-
-
-def _config(raw: Mapping[str, Any], world_size: int) -> tuple[DeepSpeedConfig, Ranks]:
-    values = copy.deepcopy(dict(raw))
-    sequence, tensor = Degrees.of(values, None)
+def _refuse_stacked(values: Mapping[str, Any]) -> None:
     block = values.get("expert_parallel") or {}
     if block.get("enabled") and block.get("autoep_size", 1) > 1:
         raise ArgumentError(
             f"expert_parallel.autoep_size = {block['autoep_size']}: the plan does not spread stacked experts over ranks. "
             "Leave the block out: the plan then counts every expert on every rank."
         )
-    if world_size % (sequence * tensor):
-        raise ArgumentError(
-            f"{world_size} ranks are no multiple of sequence_parallel_size = {sequence} x autotp_size = {tensor}. Change "
-            "one of them."
-        )
-    config = DeepSpeedConfig(values, dp_world_size=world_size // (sequence * tensor), world_size=world_size)
-    return config, Ranks(world_size, tensor)
+
+
+def _of_model(source: Any, batch: Batch | None, asked: _Asked, sequence_length: int | None) -> Comparison:
+    config, ranks = asked.config()
+    sequence = config.sequence_parallel_size
+    subject = subject_of(source, config.train_micro_batch_size_per_gpu, sequence_length, batch, sequence_ranks=sequence)
+    with cut_over_tensor_ranks(subject, config, ranks.tensor) as on_rank:
+        module = on_rank.module
+        with exact_batch_norm(module) if module is not None else nullcontext():
+            timeline, recomputed, notes = _timelines(on_rank, config)
+            optimizers = Optimizers(module) if module is not None else None
+            inputs = 0 if timeline is None else _nbytes_of(on_rank.batch)
+            planner = Planner(on_rank, ranks, timeline, optimizers, asked.device_type, inputs)
+            found = _compared([planner], asked, config, notes)
+    less = recomputed.peak_nbytes if recomputed is not None else None
+    return replace(found, subject=subject.name, numel=subject.numel, recomputed_nbytes=less)
+
+
+def _of_pipeline(build: Build, first: PipelineModule, batch: Batch | None, asked: _Asked) -> Comparison:
+    config, ranks = asked.config()
+    stages = stages_planned(build, first, batch, config, ranks, asked.device_type)
+    found = _compared(stages.planners, asked, config, stages.notes)
+    each = tuple(
+        planner.plan(f"stage {number} of {first.num_stages}", config) for number, planner in enumerate(stages.planners)
+    )
+    return replace(found, subject=type(first).__name__, numel=stages.numel, stages=each)
+
+
+def _compared(planners: Sequence[Planner], asked: _Asked, config: DeepSpeedConfig, notes: tuple[str, ...]) -> Comparison:
+    """All settings, each on the rank that is fullest then."""
+    plan_of_asked = _fullest(planners, "as configured", config)
+    others = []
+    if asked.pipe > 1:
+        notes += ("stages 2 and 3 are left out: a pipeline adds gradients up over its micro-batches, at ZeRO stage 0 or 1.",)
+    for label, each in _alternatives(asked.raw, most_stage=1 if asked.pipe > 1 else 3):
+        try:
+            others.append(_fullest(planners, label, asked.config(each)[0]))
+        except ConfigError as error:  # a key of this configuration has no meaning there
+            notes += (f"{label} is left out: {str(error).splitlines()[-1].strip()}",)
+    if config.optimizer is None:
+        notes += ('the configuration names no optimizer: AdamW is counted. Name yours under "optimizer".',)
+    return Comparison("", 0, asked.world_size, None, plan_of_asked, tuple(others), notes)
+
+
+def _fullest(planners: Sequence[Planner], label: str, config: DeepSpeedConfig) -> RankPlan:
+    return max((each.plan(label, config) for each in planners), key=RankPlan.peak_nbytes)
+
+
+def _nbytes_of(batch: Batch | None) -> int:
+    return sum(each.numel() * each.element_size() for each in tree_leaves(batch) if isinstance(each, Tensor))
+
+
+def _with_batch(raw: Mapping[str, Any]) -> dict[str, Any]:
+    given = {key: value for key, value in raw.items() if not (key in _BATCH and value == "auto")}
+    return given if any(key in given for key in _BATCH) else {**given, "train_micro_batch_size_per_gpu": 1}
 
 
 def _timelines(subject: Subject, config: DeepSpeedConfig) -> tuple[Timeline | None, Timeline | None, tuple[str, ...]]:
@@ -180,48 +242,16 @@ def _timelines(subject: Subject, config: DeepSpeedConfig) -> tuple[Timeline | No
     return plain, recomputed, ()
 
 
-def _alternatives(raw: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Stages and offloads, the fastest first."""
+def _alternatives(raw: Mapping[str, Any], most_stage: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Stages up to one, and offloads, the fastest first."""
     block = raw.get("zero_optimization") or {}
     base = {key: value for key, value in block.items() if key not in ("stage", "offload_optimizer", "offload_param")}
     on_host = {"device": "cpu"}
-    for stage in range(4):
+    for stage in range(most_stage + 1):
         yield f"stage {stage}", {**raw, "zero_optimization": {**base, "stage": stage}}
-    for stage in (1, 2, 3):
+    for stage in range(1, most_stage + 1):
         offloaded = {**base, "stage": stage, "offload_optimizer": on_host}
         yield f"stage {stage}, optimizer on host", {**raw, "zero_optimization": offloaded}
     everything = {**base, "stage": 3, "offload_optimizer": on_host, "offload_param": on_host}
-    yield "stage 3, optimizer and parameters on host", {**raw, "zero_optimization": everything}
-
-
-@dataclass(frozen=True)
-class _Planner:
-    subject: Subject
-    ranks: Ranks
-    timeline: Timeline | None
-    optimizers: Optimizers | None
-    device_type: str
-
-    def plan(self, label: str, config: DeepSpeedConfig) -> RankPlan:
-        """One setting's."""
-        states = self._states(config)
-        sent = sent_nbytes(
-            config.zero_optimization.stage,
-            states.weight_nbytes,
-            states.gradient_nbytes,
-            self.ranks.zero,
-            config.gradient_accumulation_steps,
-            stays_gathered=states.stays_gathered,
-        )
-        return RankPlan(label, (*states.terms, *self._inputs()), sent)
-
-    def _states(self, config: DeepSpeedConfig) -> ModelStates:
-        module, kind = self.subject.module, self.device_type
-        if module is None or self.optimizers is None:
-            return states_by_formula(self.subject.numel, config, self.ranks.zero, device_type=kind)
-        return model_states(module, config, self.ranks, self.optimizers, self.timeline, device_type=kind)
-
-    def _inputs(self) -> Iterator[Term]:
-        if self.timeline is not None:
-            tensors = [each for each in tree_leaves(self.subject.batch) if isinstance(each, Tensor)]
-            yield Term("inputs", sum(each.numel() * each.element_size() for each in tensors), moment="pass")
+    if most_stage == 3:
+        yield "stage 3, optimizer and parameters on host", {**raw, "zero_optimization": everything}

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from deepspeed.planning.gathered import Pool
-from deepspeed.planning.timeline import BACKWARD, Mark, Timeline
+from deepspeed.planning.timeline import BACKWARD, OVER, Mark, Timeline
 from deepspeed.zero.prefetch import GatherSettings
 
 __all__ = ["Busiest", "PlannedBucket", "PlannedUnit", "busiest_moment"]
@@ -124,6 +124,8 @@ def _walk(timeline: Timeline, users: _Users, waiting: _Waiting) -> Iterator[int]
             yield living
             for unit in waiting.collect(mark.name):
                 users.reported(unit)
+        elif mark == OVER:
+            waiting.end()
         yield living + stretch.peak_nbytes
         living += stretch.net_nbytes
 
@@ -228,7 +230,8 @@ class _Waiting:
     def __init__(self, buckets: Sequence[PlannedBucket], *, is_in_order: bool) -> None:
         self._buckets = buckets
         self._bucket_of = {name: number for number, bucket in enumerate(buckets) for name in bucket.nbytes_of}
-        self._missing = [len(bucket.nbytes_of) for bucket in buckets]
+        self._all = [len(bucket.nbytes_of) for bucket in buckets]
+        self._missing = [*self._all]
         self._order = sorted(range(len(buckets)), key=lambda number: -buckets[number].order)
         self._is_in_order = is_in_order
         self._next = 0
@@ -262,6 +265,11 @@ class _Waiting:
         while self._next < len(self._order) and not self._missing[self._order[self._next]]:
             yield from self._let_go(self._order[self._next])
             self._next += 1
+
+    def end(self) -> None:
+        """Backward is over: what is there of a bucket that is not full goes as well, and another backward may follow."""
+        self._missing, self._next = [*self._all], 0
+        self.nbytes = 0
 
     def _let_go(self, number: int) -> Iterator[int]:
         bucket = self._buckets[number]

@@ -2,10 +2,9 @@
 
     nn.Module                        itself; its values are not read
     Hugging Face configuration       the object, a name, a folder or a config.json: its architecture, on the meta device
-    "module:function"                called on the meta device; returns a model, or (model, args, kwargs)
     a number                         parameters; the paper's formula then serves
 
-Called by `comparison`.
+Called by `comparison`. Does not live here: functions that build a model (`building`).
 """
 
 from __future__ import annotations
@@ -73,10 +72,6 @@ def subject_of(
         return Subject("a model of this size", int(source))
     if isinstance(source, nn.Module):
         return _of_module(source, made_for, batch)
-    if isinstance(source, str | Path) and ":" in str(source) and not Path(source).exists():
-        made = _called(str(source))
-        module, given = (made[0], (tuple(made[1]), dict(made[2]))) if isinstance(made, tuple) else (made, None)
-        return _of_module(module, made_for, batch or given)
     return _of_module(_hugging_face(source), made_for, batch)
 
 
@@ -104,19 +99,6 @@ def _tokens(module: nn.Module, rows: _Rows) -> Batch | None:
     length = rows.length or min(at_most, _LONGEST)
     ids = torch.empty(rows.rows, -(-length // rows.sequence_ranks), dtype=torch.long, device="meta")
     return (), {"input_ids": ids, "labels": ids}
-
-
-def _called(path: str) -> Any:
-    module_name, _, function = path.partition(":")
-    try:
-        found = getattr(importlib.import_module(module_name), function)
-    except (ImportError, AttributeError) as cause:
-        raise ArgumentError(
-            f"{path!r} was taken for module:function, but: {cause}. Run the command where the module can be imported "
-            "(PYTHONPATH=. helps), or give a folder with a config.json."
-        ) from cause
-    with torch.device("meta"):
-        return found()
 
 
 def _hugging_face(source: Any) -> nn.Module:

@@ -32,6 +32,7 @@ from deepspeed.errors import ArgumentError
 from deepspeed.offload.parameter_plan import ParameterPlan
 from deepspeed.optim.build import build_optimizer
 from deepspeed.optim.state_tensors import state_tensors
+from deepspeed.pipe.module import PipelineModule
 from deepspeed.planning.gathered import most_gathered_numel
 from deepspeed.planning.passes import Busiest, PlannedBucket, PlannedUnit, busiest_moment
 from deepspeed.planning.terms import Term, Tier
@@ -49,6 +50,7 @@ __all__ = ["ModelStates", "Optimizers", "Ranks", "model_states"]
 _ADAMW = OptimizerConfig(type="AdamW")
 _BUCKETS_IN_FLIGHT = 2
 _RECOMPUTE = "activation checkpointing, a smaller train_micro_batch_size_per_gpu"
+_OFFLOAD_PARAM = 'offload_param {"device": "cpu"}'
 _GATHER = "smaller stage3_max_live_parameters or stage3_max_reuse_distance, smaller stage3_prefetch_bucket_size"
 
 
@@ -154,7 +156,8 @@ def model_states(
     policy = DtypePolicy.from_config(config, "cpu")
     optimizer = optimizers.of(config)
     groups, units = planned_groups(module, config, axes, policy, optimizer)
-    laid_out = _LaidOut(config, policy, Places.of(config, device_type), groups, optimizers)
+    most_stage = 1 if isinstance(module, PipelineModule) else 3
+    laid_out = _LaidOut(config, policy, Places.of(config, device_type), groups, optimizers, most_stage)
     laid_out.count()
     busiest = laid_out.busiest(module, units, timeline)
     terms = [*laid_out.terms(module), *_pass_terms(busiest)]
@@ -180,6 +183,9 @@ class _LaidOut:
     places: Places
     groups: Sequence[PlannedGroup]
     optimizers: Optimizers
+    most_stage: int
+    """Of ZeRO, that the module can be trained at."""
+
     weight_nbytes: int = 0
     gradient_nbytes: int = 0
     nbytes: dict[tuple[str, Tier], int] = field(default_factory=dict)
@@ -318,17 +324,25 @@ class _LaidOut:
         apart = sum(param.numel() * self.policy.param_for(param).itemsize for param in others)
         yield from (Term(name, nbytes, tier, lower=self._lower(name)) for (name, tier), nbytes in self.nbytes.items())
         yield from self.others
-        yield Term("frozen weights", apart, lower='"stage": 3' if self.config.zero_optimization.stage < 3 else "")
+        yield Term("frozen weights", apart, lower='"stage": 3' if self._is_below(3) else "")
         yield Term("module buffers", sum(b.numel() * b.element_size() for b in module.buffers()))
 
     def _lower(self, name: str) -> str:
-        stage, offload = self.config.zero_optimization.stage, 'offload_optimizer {"device": "cpu"}'
+        offload = 'offload_optimizer {"device": "cpu"}'
         is_on_device = self.places.state == "device"
         by_name: dict[str, Sequence[tuple[bool, str]]] = {
-            "weights": [(stage < 3, '"stage": 3'), (self.places.weight == "device", 'offload_param {"device": "cpu"}')],
-            "gradients": [(stage < 2, '"stage": 2'), (is_on_device, offload)],
-            "masters": [(stage < 1, '"stage": 1'), (is_on_device, offload)],
-            "optimizer state": [(stage < 1, '"stage": 1'), (is_on_device, offload)],
+            "weights": [(self._is_below(3), '"stage": 3'), (self._may_move_weights, _OFFLOAD_PARAM)],
+            "gradients": [(self._is_below(2), '"stage": 2'), (is_on_device, offload)],
+            "masters": [(self._is_below(1), '"stage": 1'), (is_on_device, offload)],
+            "optimizer state": [(self._is_below(1), '"stage": 1'), (is_on_device, offload)],
             "buckets": [(True, "a smaller reduce_bucket_size")],
         }
         return next((text for is_open, text in by_name.get(name, ()) if is_open), "")
+
+    def _is_below(self, stage: int) -> bool:
+        """Whether a ZeRO stage is higher than the configuration's and can be had."""
+        return self.config.zero_optimization.stage < stage <= self.most_stage
+
+    @property
+    def _may_move_weights(self) -> bool:
+        return self.places.weight == "device" and self.most_stage == 3

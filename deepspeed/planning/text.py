@@ -102,6 +102,9 @@ def _sides(comparison: Comparison, bandwidth: float | None) -> Table:
 def sentences(comparison: Comparison) -> list[str]:
     """What the tables do not say."""
     lines = list(comparison.notes)
+    if comparison.stages:
+        peaks = ", ".join(amount(stage.peak_nbytes()) for stage in comparison.stages)
+        lines.append(f"Stages of the pipeline, the first one first, take at most {peaks}; the tables show the fullest.")
     if comparison.recomputed_nbytes is not None:
         lines.append(f"With every block recomputed, activations are {amount(comparison.recomputed_nbytes)}.")
     if comparison.device_nbytes is None:

@@ -7,6 +7,7 @@
     backward        the loss is there
     back            the gradient of one of a module's outputs is there
     gradient        the gradient of a parameter is whole; its bytes go in this stretch, for who keeps it counts it
+    over            a backward has ended: more than one is in the timeline of a pipeline's stage
 
 Blocks that repeat are traced as three of them ([Note: the middle block]), so that a deep model costs what a shallow one
 does.
@@ -26,7 +27,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-__all__ = ["BACKWARD", "TRACED_BLOCKS", "Mark", "Recorded", "Stretch", "Timeline", "repeated", "timeline_of"]
+__all__ = ["BACKWARD", "OVER", "TRACED_BLOCKS", "Mark", "Recorded", "Stretch", "Timeline", "repeated", "timeline_of"]
 
 TRACED_BLOCKS = 3
 
@@ -34,12 +35,12 @@ TRACED_BLOCKS = 3
 class Mark(NamedTuple):
     """What begins a stretch."""
 
-    kind: Literal["start", "enter", "leave", "backward", "back", "gradient"]
+    kind: Literal["start", "enter", "leave", "backward", "back", "gradient", "over"]
     name: str = ""
     """Of the module or the parameter."""
 
 
-BACKWARD = Mark("backward")
+BACKWARD, OVER = Mark("backward"), Mark("over")
 
 
 class Stretch(NamedTuple):
@@ -64,7 +65,10 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One micro-batch on one rank, without what is kept elsewhere: parameters, buckets, gradients that are whole."""
+    """One micro-batch on one rank, or one batch of a pipeline's stage.
+
+    Without what is kept elsewhere: parameters, buckets, gradients that are whole.
+    """
 
     stretches: tuple[Stretch, ...]
 
@@ -92,7 +96,7 @@ class Timeline:
         """The same with no marks but those of gradients, which is all that matters where nothing is gathered."""
         joined: list[Stretch] = []
         for stretch in self.stretches:
-            if joined and stretch.mark.kind != "gradient":
+            if joined and stretch.mark.kind not in ("gradient", "over"):
                 mark, peak, net = joined[-1]
                 joined[-1] = Stretch(mark, max(peak, net + stretch.peak_nbytes), net + stretch.net_nbytes)
             else:

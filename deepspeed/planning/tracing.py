@@ -29,10 +29,13 @@ from deepspeed.errors import ArgumentError
 from deepspeed.planning.timeline import BACKWARD, TRACED_BLOCKS, Mark, Recorded, Timeline, repeated, timeline_of
 from deepspeed.precision.policy import DtypePolicy
 
-__all__ = ["Batch", "trace_pass"]
+__all__ = ["Batch", "CarryOut", "trace_carried_out", "trace_pass"]
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of the model's forward."""
+
+CarryOut = Callable[..., None]
+"""Called as `carry_out(mark, *args, **kwargs)`: does all that is to be traced, and marks where something begins."""
 
 _LEAST_TO_SHORTEN = 4
 
@@ -99,7 +102,28 @@ def trace_pass(
     return timeline_of(_trace(module, batch, policy, loss_of))
 
 
-def _trace(module: nn.Module, batch: Batch, policy: DtypePolicy, loss_of: Callable[[Any], Tensor] | None) -> list[Recorded]:
+def trace_carried_out(module: nn.Module, batch: Batch, policy: DtypePolicy, carry_out: CarryOut) -> Timeline:
+    """Trace something else than one forward and backward; the rest as for `trace_pass`, but for autocast, which is its own.
+
+    Args:
+        module: whose parameters are there.
+        batch: arguments of `carry_out`.
+        policy: as for `trace_pass`.
+        carry_out: see `CarryOut`.
+
+    Raises:
+        ArgumentError: as for `trace_pass`.
+    """
+    return timeline_of(_trace(module, batch, policy, carry_out=carry_out))
+
+
+def _trace(
+    module: nn.Module,
+    batch: Batch,
+    policy: DtypePolicy,
+    loss_of: Callable[[Any], Tensor] | None = None,
+    carry_out: CarryOut | None = None,
+) -> list[Recorded]:
     living = _Living()
     with ExitStack() as stack:
         stack.enter_context(_fake_tensor_mode())
@@ -114,7 +138,8 @@ def _trace(module: nn.Module, batch: Batch, policy: DtypePolicy, loss_of: Callab
         try:
             with living, _marking(module, living):
                 living.ignore(iter(given))
-                run = _Pass(module, policy.autocast, loss_of or _loss, living)
+                run: nn.Module = _Pass(module, policy.autocast, loss_of or _loss, living)
+                run = run if carry_out is None else _Carried(module, partial(carry_out, living.mark))
                 torch.func.functional_call(run, {**params, **buffers}, args, kwargs)
         except Exception as cause:  # whatever a model's forward raises
             raise ArgumentError(
@@ -149,6 +174,19 @@ class _Pass(nn.Module):
             loss = self._loss_of(self.module(*args, **kwargs))
         self._living.mark(BACKWARD)
         loss.backward()  # type: ignore[no-untyped-call]
+
+
+class _Carried(nn.Module):
+    """The same for what the caller carries out."""
+
+    def __init__(self, module: nn.Module, carry_out: Callable[..., None]) -> None:
+        super().__init__()
+        self.module = module
+        self._carry_out = carry_out
+
+    def forward(self, *args: Any, **kwargs: Any) -> None:
+        """Once."""
+        self._carry_out(*args, **kwargs)
 
 
 @contextmanager

@@ -39,7 +39,7 @@ from tests.support.measured_memory import Measured, measure_step
 from tests.support.ranks import run_ranks
 from tests.support.tensor_bytes import bytes_of_tensors
 
-__all__ = ["SETTINGS", "Compared", "Setting", "compare"]
+__all__ = ["SETTINGS", "Compared", "Setting", "compare", "small_scratch"]
 
 _SUB_GROUP_NUMEL, _BLOCK_NUMEL = 4096, 512
 _TOKENS, _VOCABULARY = 128, 1024
@@ -255,10 +255,11 @@ class Compared:
 
 
 @contextmanager
-def _prepared(setting: Setting) -> Iterator[None]:
+def small_scratch(*, is_apart: bool) -> Iterator[None]:
+    """Scratch of a fixed size is small, as this module's text has it; `is_apart`: host memory is another place."""
     kept = master.SUB_GROUP_NUMEL["cpu"], mean.BLOCK_NUMEL, placement.is_host_apart
     master.SUB_GROUP_NUMEL["cpu"], mean.BLOCK_NUMEL = _SUB_GROUP_NUMEL, _BLOCK_NUMEL
-    placement.is_host_apart = lambda device: setting.is_apart
+    placement.is_host_apart = lambda device: is_apart
     try:
         yield
     finally:
@@ -266,7 +267,7 @@ def _prepared(setting: Setting) -> Iterator[None]:
 
 
 def _run(rank: int, world_size: int, setting: Setting, folder: str) -> Measured:
-    with _prepared(setting):
+    with small_scratch(is_apart=setting.is_apart):
         before = bytes_of_tensors()
         engine = make_engine(setting.build(), setting.config(folder))
 
@@ -299,7 +300,7 @@ def compare(setting: Setting) -> Compared:
     """Plan a setting, and run it."""
     with tempfile.TemporaryDirectory() as folder:
         measured = run_ranks(_run, setting.ranks, setting, folder, timeout_seconds=120)
-        with _prepared(setting):
+        with small_scratch(is_apart=setting.is_apart):
             planned = plan(
                 setting.build(), setting.config(folder), setting.ranks, batch=setting.batch(), device_type="cpu"
             ).asked
