@@ -270,6 +270,7 @@ class _Dcp:
         self.step()
         self._kept = self._collect() if contender == DCP_BEST else None
         self._is_async = contender == DCP_ASYNC
+        self._aside = dist.new_group() if self._is_async else None  # its thread must not meet training's collectives
         self._saving: Any = None
 
     def save(self, tag: str) -> None:
@@ -280,7 +281,7 @@ class _Dcp:
         if not self._is_async:
             dcp.save(self._state(), storage_writer=writer)
             return
-        self._saving = dcp.async_save(self._state(), storage_writer=writer)
+        self._saving = dcp.async_save(self._state(), storage_writer=writer, process_group=self._aside)
 
     def compute(self) -> None:
         self._model(self._batch).backward()

@@ -35,9 +35,9 @@ def _held_back(gate: threading.Event) -> Iterator[None]:
     """Private pieces are copied when the gate opens."""
     copy = snapshot._copy_private
 
-    def late(moves: Any) -> None:
+    def late(*moves: Any) -> None:
         assert gate.wait(30)
-        copy(moves)
+        copy(*moves)
 
     with mock.patch.object(snapshot, "_copy_private", late):
         yield

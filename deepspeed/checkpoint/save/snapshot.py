@@ -80,6 +80,7 @@ class Snapshot:
         if _is_any_on_a_device(pieces):
             self._from_device = get_accelerator().Event()
             self._from_device.record()
+        self._goes_on = threading.Event()
         shared, private = [], []
         for to, of in moves:
             if isinstance(of.data, Tensor) and of.is_private and not _is_on_a_device(of):
@@ -88,15 +89,17 @@ class Snapshot:
                 shared.append((to, of.data))
         thread = ThreadPoolExecutor(1, "deepspeed snapshot")  # one, so that what the caller waits for comes first
         self._shared = thread.submit(_copy, shared)
-        self._private = thread.submit(_copy_private, private)
+        self._private = thread.submit(_copy_private, private, self._goes_on)
         thread.shutdown(wait=False)
 
     def wait_shared(self) -> None:
-        """Block until what the caller may write has been copied. What could not be read, `pieces` raises."""
+        """Block until what the caller may write has been copied, then let the rest be. What fails, `pieces` raises."""
         futures.wait([self._shared])
+        self._goes_on.set()
 
     def wait(self) -> None:
-        """Block until nothing of the state is read any more. What could not be read, `pieces` raises."""
+        """Block until nothing of the state is read any more. What fails, `pieces` raises."""
+        self._goes_on.set()
         futures.wait([self._shared, self._private])
 
     def pieces(self) -> list[Piece]:
@@ -106,6 +109,7 @@ class Snapshot:
             CheckpointError: a private piece was changed meanwhile.
             FileIoError: a deferred one could not be read.
         """
+        self._goes_on.set()
         self._shared.result()
         self._private.result()
         if self._from_device is not None:
@@ -121,8 +125,12 @@ def _copy(pairs: Sequence[tuple[Tensor, Tensor | DeferredTensor]]) -> None:
             to.copy_(of.read())
 
 
-def _copy_private(moves: Sequence[_Private]) -> None:
-    """Copy within the host, and see that nobody has written to the sources since they were submitted."""
+def _copy_private(moves: Sequence[_Private], goes_on: threading.Event) -> None:
+    """Copy within the host, and see that nobody has written to the sources since they were submitted.
+
+    Not before `goes_on`: until the ranks have agreed, the caller waits for whatever takes the processors from them.
+    """
+    goes_on.wait()
     copy_host([(move.to, move.of) for move in moves])
     changed = [move.name for move in moves if _version(move.of) != move.version]
     if changed:
