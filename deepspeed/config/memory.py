@@ -5,7 +5,7 @@ Lives here: keys and defaults. Does not live here: recomputing (`activations`), 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -93,7 +93,7 @@ class AioConfig(ConfigModel):
     `ds_nvme_tune` finds the best values for a disk and prints this block.
     """
 
-    spellings: ClassVar = {"thread_count": "intra_op_parallelism"}
+    spellings: ClassVar[Mapping[str, str]] = {"thread_count": "intra_op_parallelism"}
 
     block_size: PositiveWhole = 1_048_576
     """Bytes that are asked of the system at a time, rounded up to whole pages of 4096; > 0."""

@@ -36,7 +36,7 @@ KNOWN_OPTIMIZERS: Mapping[str, str] = {
 class OptimizerConfig(TypedBlock):
     """`optimizer`: which optimizer the engine builds when it is handed none."""
 
-    known: ClassVar = KNOWN_OPTIMIZERS
+    known: ClassVar[Mapping[str, str]] = KNOWN_OPTIMIZERS
 
     type: str = Field(min_length=1)
     """A type of this library, in any case, or the exact name of a class in `torch.optim`."""

@@ -37,7 +37,7 @@ class Stepwise(WithNorm):
 class AdamParams(Stepwise):
     """`optimizer.params` of Adam and AdamW."""
 
-    left_out_when_none: ClassVar = frozenset(_TORCH_ONLY)
+    left_out_when_none: ClassVar[frozenset[str]] = frozenset(_TORCH_ONLY)
 
     betas: Betas = (0.9, 0.999)
     """Decay rates of the two moments, each >= 0 and < 1."""
@@ -89,7 +89,7 @@ class AdamParams(Stepwise):
 class AdagradParams(WithNorm):
     """`optimizer.params` of Adagrad."""
 
-    left_out_when_none: ClassVar = frozenset(
+    left_out_when_none: ClassVar[frozenset[str]] = frozenset(
         ("lr_decay", "initial_accumulator_value", "foreach", "fused", "maximize", "differentiable")
     )
 

@@ -102,7 +102,7 @@ class MuSGDParams(_MuParams):
 class MuonParams(WithNorm):
     """`optimizer.params` of Muon: orthogonalised momentum for matrices, Adam for the rest."""
 
-    left_out_when_none: ClassVar = frozenset(("muon_lr", "adam_lr"))
+    left_out_when_none: ClassVar[frozenset[str]] = frozenset(("muon_lr", "adam_lr"))
 
     lr: NonNegativeNumber = 0.02
     """Learning rate of both parts."""

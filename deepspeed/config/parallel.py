@@ -6,7 +6,7 @@ Lives here: keys and ranges. Does not live here: splitting layers (`tensor_paral
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
@@ -101,7 +101,7 @@ class PartitionConfig(ConfigModel):
 class TensorParallelConfig(ConfigModel):
     """`tensor_parallel`: split the layers of a model over ranks (AutoTP)."""
 
-    spellings: ClassVar = {"tp": "tensor_parallel", "kernel_inject": "replace_with_kernel_inject"}
+    spellings: ClassVar[Mapping[str, str]] = {"tp": "tensor_parallel", "kernel_inject": "replace_with_kernel_inject"}
 
     autotp_size: NonNegativeWhole = 0
     """Ranks that share each layer in training; 0 and 1 split nothing."""

@@ -6,7 +6,7 @@ Lives here: keys, ranges, and what keys of one block forbid each other. Does not
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
@@ -71,7 +71,7 @@ class FP16Config(ConfigModel):
 class BF16Config(ConfigModel):
     """`bf16` (also spelled `bfloat16`): 16-bit brain floats with an fp32 master copy; no loss scale."""
 
-    spellings: ClassVar = {"check_overflow": "check_grad_overflow"}
+    spellings: ClassVar[Mapping[str, str]] = {"check_overflow": "check_grad_overflow"}
 
     enabled: bool = False
     """Keep the model in bf16. Excludes `fp16.enabled`."""

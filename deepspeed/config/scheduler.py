@@ -28,7 +28,7 @@ KNOWN_SCHEDULES: Mapping[str, str] = {
 class SchedulerConfig(TypedBlock):
     """`scheduler`: which learning-rate schedule the engine builds when it is handed none."""
 
-    known: ClassVar = KNOWN_SCHEDULES
+    known: ClassVar[Mapping[str, str]] = KNOWN_SCHEDULES
 
     type: str = Field(min_length=1)
     """A schedule of this library, in any case, or the exact name of a class in `torch.optim.lr_scheduler`."""

@@ -49,7 +49,7 @@ class LRRangeTestParams(_Schedule):
 class OneCycleParams(_Schedule):
     """`scheduler.params` of OneCycle: up, down, then decay (arXiv:1803.09820)."""
 
-    left_out_when_none: ClassVar = frozenset(("cycle_second_step_size", "cycle_second_stair_count"))
+    left_out_when_none: ClassVar[frozenset[str]] = frozenset(("cycle_second_step_size", "cycle_second_stair_count"))
 
     cycle_min_lr: PerGroup
     """Rate at both ends of the cycle; a list has one per parameter group. Required."""
@@ -99,7 +99,7 @@ class _Warmup(_Schedule):
 class WarmupLRParams(_Warmup):
     """`scheduler.params` of WarmupLR: rise to a constant rate."""
 
-    left_out_when_none: ClassVar = frozenset(("warmup_max_lr", "total_num_steps"))
+    left_out_when_none: ClassVar[frozenset[str]] = frozenset(("warmup_max_lr", "total_num_steps"))
 
     warmup_min_lr: PerGroup = 0.0
     """First rate; a list has one per parameter group."""

@@ -7,7 +7,7 @@ this version can do (`config.unbuilt`), sharding itself (`zero`, `offload`).
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -193,7 +193,7 @@ class LocoConfig(ConfigModel):
 class ZeroConfig(ConfigModel):
     """`zero_optimization`: which of optimizer state, gradients and parameters are sharded over ranks, and how."""
 
-    spellings: ClassVar = {
+    spellings: ClassVar[Mapping[str, str]] = {
         **{
             f"stage3_{key}": key
             for key in (
@@ -210,7 +210,7 @@ class ZeroConfig(ConfigModel):
         },
         "stage3_gather_fp16_weights_on_model_save": "gather_16bit_weights_on_model_save",
     }
-    deprecated: ClassVar = {
+    deprecated: ClassVar[Mapping[str, str]] = {
         "stage3_gather_fp16_weights_on_model_save": "write stage3_gather_16bit_weights_on_model_save",
         "cpu_offload": 'write offload_optimizer {"device": "cpu"}',
         "cpu_offload_param": 'write offload_param {"device": "cpu"}',

@@ -8,6 +8,8 @@ from pathlib import Path
 import deepspeed
 
 _FILES = sorted(Path(deepspeed.__file__).parent.rglob("*.py"))
+_OLDEST = (3, 10)
+"""The oldest Python that pyproject.toml admits; on it the rest of what is here shows by running the tests."""
 
 
 def test_no_file_is_longer_than_600_lines() -> None:
@@ -30,6 +32,25 @@ def test_no_function_is_longer_than_60_lines() -> None:
 def test_exceptions_from_lint_rules_stand_in_pyproject_with_their_reason() -> None:
     """Not in the source: there nobody sees how many there are."""
     assert [str(path) for path in _FILES if "noqa" in path.read_text()] == []
+
+
+def test_the_oldest_python_reads_every_file() -> None:
+    root = Path(__file__).parents[2]
+    assert f'requires-python = ">={_OLDEST[0]}.{_OLDEST[1]}"' in (root / "pyproject.toml").read_text()
+    for path in (*_FILES, *sorted((root / "tests").rglob("*.py")), *sorted((root / "benchmarks").rglob("*.py"))):
+        ast.parse(path.read_text(), filename=str(path), feature_version=_OLDEST)
+
+
+def test_no_annotation_is_a_bare_qualifier() -> None:
+    """Python 3.10 evaluates `ClassVar` and `Final` in a string with something in brackets behind them, or not at all."""
+    annotated = {
+        f"{path}:{node.lineno}": ast.unparse(node.annotation)
+        for path in _FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.AnnAssign)
+    }
+    assert sum(text.startswith("ClassVar[") for text in annotated.values()) > 50
+    assert {where: text for where, text in annotated.items() if text.split(".")[-1] in ("ClassVar", "Final")} == {}
 
 
 def _length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

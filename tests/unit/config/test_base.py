@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import ClassVar, Literal
 
 import pytest
@@ -28,7 +28,7 @@ class Inner(ConfigModel):
 class Outer(ConfigModel):
     """`outer`: a block."""
 
-    spellings: ClassVar = {"old_size": "size"}
+    spellings: ClassVar[Mapping[str, str]] = {"old_size": "size"}
 
     size: NonNegativeWhole = 5
     inner: Inner | None = None
