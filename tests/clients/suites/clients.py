@@ -9,9 +9,11 @@ accelerate    has `tests/test_*.py`, which run, without `tests/deepspeed`; the s
               transformers a `DummyOptim`, which has no `param_groups`): neither is run
 transformers  has `tests/test_*.py`, without the folders of models and of trainers: the DeepSpeed tests of `ModelTesterMixin`
               run, on models of ours
-peft          has `tests/`: the one test that uses us runs, and fails: it wants a warning that an adapter saved ungathered
-              is empty, and a small one stays whole with us (`tests/clients/test_trainer_peft.py` tells when either holds);
-              others imitate us with plain tensors
+peft          has `tests/`: the one test that uses us runs, and fails: it wants a warning that an adapter saved ungathered,
+              between `initialize` and the first backward, is empty. Parameters up to the persistence threshold (its adapter
+              is far below) are empty there with the original, and whole from that backward on; with us they are whole from
+              `initialize` on, so that the file is complete and nothing is to warn of
+              (`tests/clients/test_trainer_peft.py` tells when either holds); others imitate us with plain tensors
 lightning     has no tests
 trl           has no tests
 """
