@@ -4,7 +4,9 @@
        |
     lines     one line as a record of run_log                            tolerant: another version may have written it
        |
-    reading   lines -> ranks -> attempts, joined over restarts           also while the run still writes
+    files     what was appended --> segments, columns: a rank's numbers from a start to the next
+       |
+    reading   ranks --> attempts, joined over restarts                   also while the run still writes
        |
     facts     what happened, in numbers: curves, memory, waits, ...      pure
        |                                 |

@@ -11,10 +11,14 @@ Called by `sections`. Does not live here: what is drawn (`facts`), colours (`pag
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
+from deepspeed.run_report.columns import Numbers
 from deepspeed.run_report.facts import Curve
 from deepspeed.run_report.sampling import averaged, evenly, outline
 from deepspeed.run_report.scales import Scale, Tick, scale_of, step_scale, step_ticks
@@ -48,7 +52,7 @@ class Line:
 class Mark:
     """Something that happened at a step."""
 
-    step: int
+    step: float
     kind: Literal["save", "restart"]
 
 
@@ -126,13 +130,13 @@ def line_chart(
         may_be_log: it may be logarithmic.
         is_wide: it takes the whole width of its section.
     """
-    drawn = [curve for curve in curves if curve.known]
+    drawn = [curve for curve in curves if len(curve.known)]
     if not drawn:
         return None
-    behind = [curve for curve in faint if curve.known]
-    values = [value for curve in (*drawn, *behind) for value in curve.known] + [value for _, value in levels]
+    behind = [curve for curve in faint if len(curve.known)]
+    values = [end for curve in (*drawn, *behind) for end in _ends(curve.known)] + [value for _, value in levels]
     y = scale_of(values, from_zero=from_zero, may_be_log=may_be_log)
-    x = step_scale(step for curve in (*drawn, *behind) for step in (curve.steps[0], curve.steps[-1]))
+    x = step_scale(end for curve in (*drawn, *behind) for end in _ends(curve.steps))
     lines = [Line(curve.name, _path(curve, x, y), at % STYLES, text(curve.last)) for at, curve in enumerate(drawn)]
     lines = [Line(curve.name, _path(curve, x, y), 0, is_faint=True) for curve in behind] + lines
     steps = max(len(curve.steps) for curve in drawn)
@@ -158,8 +162,8 @@ def line_chart(
 def stacked_chart(
     ident: str,
     title: str,
-    steps: Sequence[int],
-    layers: Sequence[tuple[str, Sequence[float]]],
+    steps: Numbers,
+    layers: Sequence[tuple[str, Numbers]],
     text: Callable[[float | None], str],
     unit: Unit,
     marks: Sequence[Mark] = (),
@@ -175,20 +179,18 @@ def stacked_chart(
         unit: the same for readers by script.
         marks: saves and restarts.
     """
-    if not steps or not layers:
+    if len(steps) == 0 or not layers:
         return None
-    at = averaged([float(step) for step in steps], BUCKETS)
-    sums = [0.0] * len(at)
-    edges = [list(sums)]
+    at = averaged(steps, BUCKETS)
+    edges = [np.zeros(len(at))]
     for _, values in layers:
-        sums = [below + value for below, value in zip(sums, averaged(values, BUCKETS), strict=True)]
-        edges.append(list(sums))
-    x, y = step_scale(steps), scale_of(edges[-1], from_zero=True)
+        edges.append(edges[-1] + averaged(values, BUCKETS))
+    x, y = step_scale(_ends(steps)), scale_of(_ends(edges[-1]), from_zero=True)
     lines = tuple(
-        Line(name, _layer(at, below, above, x, y), place % STYLES, text(values[-1]), is_area=True)
+        Line(name, _layer(at, below, above, x, y), place % STYLES, text(float(values[-1])), is_area=True)
         for place, ((name, values), (below, above)) in enumerate(zip(layers, itertools.pairwise(edges), strict=True))
     )
-    curves = [Curve(name, tuple(steps), tuple(values)) for name, values in layers]
+    curves = [Curve(name, steps, values) for name, values in layers]
     return LineChart(
         ident,
         title,
@@ -208,27 +210,32 @@ def stacked_chart(
     )
 
 
+def _ends(values: Numbers) -> tuple[float, float]:
+    """The lowest and the highest."""
+    return float(values.min()), float(values.max())
+
+
 def _path(curve: Curve, x: Scale, y: Scale) -> str:
     """The outline of a curve; it breaks where values are not known, and a value alone is a dot."""
     parts: list[str] = []
     is_open, is_dot = False, False
     for at in outline(curve.values, BUCKETS):
-        value = curve.values[at]
-        if value is None:
+        step, value = float(curve.steps[at]), float(curve.values[at])
+        if math.isnan(value):
             parts += ["h1"] if is_dot else []
             is_open = is_dot = False
             continue
-        parts.append(("L" if is_open else "M") + _place(x.at(curve.steps[at]), y.at(value)))
+        parts.append(("L" if is_open else "M") + _place(x.at(step), y.at(value)))
         is_open, is_dot = True, not is_open
     return "".join([*parts, "h1"] if is_dot else parts)
 
 
-def _layer(steps: Sequence[float], below: Sequence[float], above: Sequence[float], x: Scale, y: Scale) -> str:
+def _layer(steps: Numbers, below: Numbers, above: Numbers, x: Scale, y: Scale) -> str:
     """A closed outline: along the upper edge, back along the lower one."""
     if len(steps) == 1:  # one step alone is a block of the chart's width
-        steps, below, above = (x.low, x.high), (*below, *below), (*above, *above)
-    there = [_place(x.at(step), y.at(value)) for step, value in zip(steps, above, strict=True)]
-    back = [_place(x.at(step), y.at(value)) for step, value in zip(steps, below, strict=True)]
+        steps, below, above = np.array([x.low, x.high]), np.repeat(below, 2), np.repeat(above, 2)
+    there = [_place(x.at(step), y.at(value)) for step, value in zip(steps.tolist(), above.tolist(), strict=True)]
+    back = [_place(x.at(step), y.at(value)) for step, value in zip(steps.tolist(), below.tolist(), strict=True)]
     return "M" + "L".join([*there, *reversed(back)]) + "Z"
 
 
@@ -254,23 +261,22 @@ def _legend(lines: Sequence[Line], marks: Sequence[Mark]) -> tuple[Legend, ...]:
 def _description(curves: Sequence[Curve], text: Callable[[float | None], str], marks: Sequence[Mark], y: Scale) -> str:
     """What a chart shows, for those who do not see it."""
     told = [
-        f"{curve.name}: from {text(curve.known[0])} to {text(curve.known[-1])}, "
-        f"lowest {text(min(curve.known))}, highest {text(max(curve.known))}"
+        f"{curve.name}: from {text(float(curve.known[0]))} to {text(float(curve.known[-1]))}, "
+        f"lowest {text(_ends(curve.known)[0])}, highest {text(_ends(curve.known)[1])}"
         for curve in curves[:STYLES]
     ]
-    first, last = curves[0].steps[0], curves[0].steps[-1]
+    first, last = _ends(curves[0].steps)
     more = f" and {len(curves) - STYLES} more lines" if len(curves) > STYLES else ""
     scale = " The vertical axis is logarithmic." if y.is_log else ""
     saves, restarts = (sum(mark.kind == kind for mark in marks) for kind in ("save", "restart"))
     marked = f" {saves} saved checkpoints and {restarts} restarts are marked." if marks else ""
-    return f"Steps {first:,} to {last:,}. {'; '.join(told)}{more}.{scale}{marked}"
+    return f"Steps {first:,.0f} to {last:,.0f}. {'; '.join(told)}{more}.{scale}{marked}"
 
 
 def _table(title: str, curves: Sequence[Curve], text: Callable[[float | None], str]) -> Table:
     longest = max(curves, key=lambda curve: len(curve.steps))
-    columns = [dict(zip(curve.steps, curve.values, strict=True)) for curve in curves]
-    chosen = [longest.steps[at] for at in evenly(len(longest.steps), _ROWS)]
-    rows = tuple((f"{step:,}", *(text(column.get(step)) for column in columns)) for step in chosen)
+    chosen = [float(longest.steps[at]) for at in evenly(len(longest.steps), _ROWS)]
+    rows = tuple((f"{step:,.0f}", *(text(curve.at(step)) for curve in curves)) for step in chosen)
     of = f", {len(chosen)} of {len(longest.steps):,} reported steps" if len(chosen) < len(longest.steps) else ""
     return Table(f"{title}{of}", ("step", *(curve.name for curve in curves)), rows)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ def main(words: Sequence[str]) -> int:
     try:
         run = read_run(args.run_dir)
         if args.json:
-            sys.stdout.write(json.dumps(as_dict(run, time.time()), indent=1) + "\n")
+            sys.stdout.write(json.dumps(as_dict(run, time.time()), indent=1, allow_nan=False) + "\n")
             return 0
         path = _write(args.out or Path(args.run_dir) / "report.html", render(run, time.time()))
     except DeepSpeedError as error:
@@ -51,7 +52,7 @@ def as_dict(run: Run, now: float) -> dict[str, Any]:
         now: seconds of the Unix clock, which a run without an end is compared with.
     """
     memory, phases, waits = facts.memory(run), facts.phases(run), facts.waits(run)
-    return {
+    told = {
         "run_dir": str(run.folder),
         **asdict(summarise(run)),
         "findings": [asdict(each) for each in findings(run, now)],
@@ -62,7 +63,18 @@ def as_dict(run: Run, now: float) -> dict[str, Any]:
         "straggler": waits.straggler,
         "checkpoints": [asdict(each) for each in facts.checkpoints(run)],
         "unread_lines": [asdict(each) for each in run.unread],
+        "unread_count": run.unread_count,
     }
+    return {name: _finite(value) for name, value in told.items()}
+
+
+def _finite(value: Any) -> Any:
+    """The same with null for what is not finite, such as a sum of values near the largest that there is."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _write(path: Path, page: str) -> Path:

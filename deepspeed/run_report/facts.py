@@ -8,17 +8,21 @@ Seconds and bytes throughout. Called by `sections` and `top`. Does not live here
 
 from __future__ import annotations
 
-import itertools
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
-from deepspeed.run_log import Checkpoint, Experts, RankStep, Step
+import numpy as np
+
+from deepspeed.run_log import Checkpoint, Experts
+from deepspeed.run_report.columns import Numbers, Places, Rows, Table
 from deepspeed.run_report.reading import Attempt, Run
+from deepspeed.run_report.segments import RANK_STEP
 
 __all__ = [
     "Curve",
+    "ExpertLoads",
     "Memory",
     "Operation",
     "Phases",
@@ -26,6 +30,7 @@ __all__ = [
     "Waits",
     "checkpoints",
     "curve",
+    "curve_of",
     "elapsed",
     "experts",
     "memory",
@@ -41,62 +46,69 @@ _STANDS_OUT = 0.02  # of the time; less is what any two ranks differ by
 _TELLING = 0.5  # of a process's memory before its engine was built: libraries grow by parts of it when they are first used
 
 
-class _Held(NamedTuple):
-    """What a rank held at a step."""
-
-    step: int
-    nbytes: float | None
-    peak_nbytes: float | None
-
-
-_Stepped = TypeVar("_Stepped", Step, RankStep, Experts, _Held)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Curve:
-    """Values over steps; None where a value is not known or not finite."""
+    """Values over steps; nan where a value is not known or not finite."""
 
     name: str
-    steps: tuple[int, ...]
-    values: tuple[float | None, ...]
+    steps: Numbers
+    values: Numbers
 
     @property
-    def known(self) -> tuple[float, ...]:
+    def known(self) -> Numbers:
         """The values that are known."""
-        return tuple(value for value in self.values if value is not None)
+        return self.values[~np.isnan(self.values)]
 
     @property
     def last(self) -> float | None:
         """The last known value."""
-        return self.known[-1] if self.known else None
+        known = self.known
+        return float(known[-1]) if len(known) else None
+
+    def at(self, step: float) -> float | None:
+        """The value of a step, the last of several."""
+        found = self.values[self.steps == step]
+        return float(found[-1]) if len(found) and not np.isnan(found[-1]) else None
+
+
+def curve_of(name: str, steps: Sequence[float], values: Sequence[float | None]) -> Curve:
+    """A curve of plain values; None where one is not known."""
+    return Curve(name, np.array(steps, dtype=np.float64), np.array(values, dtype=np.float64))
+
+
+def curve(name: str, rows: Rows, column: str, group: str | None = None) -> Curve:
+    """One column over steps."""
+    return Curve(name, rows.values("step"), rows.values(column, group))
 
 
 @dataclass(frozen=True)
 class Steps:
     """The reported steps of a run, over its attempts."""
 
-    kept: tuple[Step, ...]
-    redone: tuple[Step, ...]
+    kept: Rows
+    redone: Rows
     """Steps that a later attempt gave up, most of them to compute them again."""
 
 
 def steps(run: Run) -> Steps:
     """The steps that the final weights saw, and those that restarts gave up."""
-    kept, redone = _joined([(attempt, attempt.steps) for attempt in run.attempts])
-    return Steps(tuple(kept), tuple(redone))
+    return _joined([(attempt, attempt.steps) for attempt in run.attempts])
 
 
-def rank_steps(run: Run) -> dict[int, tuple[RankStep, ...]]:
-    """Each rank's records of the steps that were kept."""
-    ranks = sorted({rank for attempt in run.attempts for rank in attempt.ranks})
-    told = [(attempt, attempt.rank_steps) for attempt in run.attempts]
-    found = {rank: tuple(_joined([(attempt, by_rank.get(rank, ())) for attempt, by_rank in told])[0]) for rank in ranks}
-    return {rank: records for rank, records in found.items() if records}
+def rank_steps(run: Run) -> dict[int, Rows]:
+    """Each rank's records of the steps that were kept, where it has any."""
+    found = {rank: _joined(_of_rank(run, rank)).kept for rank in _ranks(run)}
+    return {rank: rows for rank, rows in found.items() if len(rows)}
 
 
-def curve(name: str, records: Sequence[_Stepped], value: Callable[[_Stepped], float | None]) -> Curve:
-    """One value of each record."""
-    return Curve(name, tuple(record.step for record in records), tuple(value(record) for record in records))
+def _ranks(run: Run) -> list[int]:
+    return sorted({rank for attempt in run.attempts for rank in attempt.ranks})
+
+
+def _of_rank(run: Run, rank: int) -> list[tuple[Attempt, Table]]:
+    """A rank's own view of steps by attempt; no rows where it was not in one."""
+    nothing = Table(RANK_STEP)
+    return [(each, each.ranks[rank].rank_steps if rank in each.ranks else nothing) for each in run.attempts]
 
 
 Place = Literal["device", "host"]
@@ -152,70 +164,71 @@ class Memory:
 
 def memory(run: Run) -> Memory:
     """Bytes over steps by rank, and the plan."""
-    by_attempt = [(attempt, attempt.rank_steps) for attempt in run.attempts]
-    told = [record for _, by_rank in by_attempt for records in by_rank.values() for record in records]
-    place: Place = "device" if any(record.device_bytes is not None for record in told) else "host"
-    known = [] if place == "device" else [_before(attempt, rank) for attempt, ranks in by_attempt for rank in ranks]
+    told = [each for attempt in run.attempts for each in attempt.ranks.values() if len(each.rank_steps)]
+    is_device = any(not np.isnan(each.rank_steps.column("device_bytes")).all() for each in told)
+    known = [] if is_device else [None if each.start is None else each.start.host_bytes for each in told]
     before = max((each for each in known if each is not None), default=None) if None not in known else None
     curves, peaks = {}, {}
-    for rank in sorted({rank for _, by_rank in by_attempt for rank in by_rank}):
-        mine = [
-            (attempt, [_held(each, place, None if before is None else _before(attempt, rank)) for each in by_rank[rank]])
-            for attempt, by_rank in by_attempt
-            if rank in by_rank
-        ]
-        held = _joined(mine)[0]
-        highest = [nbytes for each in held for nbytes in (each.nbytes, each.peak_nbytes) if nbytes is not None]
-        if highest:
-            curves[rank], peaks[rank] = curve(f"rank {rank}", held, lambda each: each.nbytes), max(highest)
-    plan = sum(plan_terms(run, place).values()) or None
-    return Memory(place, curves, peaks, plan, before)
+    for rank in _ranks(run):
+        rows = _joined(_of_rank(run, rank)).kept
+        held = rows.values("device_bytes") if is_device else _beyond(run, rank, rows, before)
+        highest = np.concatenate([held, rows.values("device_peak_bytes")]) if is_device else held
+        if not np.isnan(highest).all():
+            curves[rank], peaks[rank] = Curve(f"rank {rank}", rows.values("step"), held), float(np.nanmax(highest))
+    place: Place = "device" if is_device else "host"
+    return Memory(place, curves, peaks, sum(plan_terms(run, place).values()) or None, before)
 
 
-def _before(attempt: Attempt, rank: int) -> float | None:
-    return attempt.starts[rank].host_bytes if rank in attempt.starts else None
-
-
-def _held(record: RankStep, place: Place, before: float | None) -> _Held:
-    if place == "device":
-        return _Held(record.step, record.device_bytes, record.device_peak_bytes or None)
-    nbytes = record.host_bytes
-    return _Held(record.step, None if nbytes is None else max(0.0, nbytes - (before or 0.0)), None)
+def _beyond(run: Run, rank: int, rows: Rows, before: float | None) -> Numbers:
+    """What a process held beyond what it held before the engine of its attempt was built; all of it if that is not known."""
+    if before is None:
+        return rows.values("host_bytes")
+    starts = {id(each.ranks[rank].rank_steps): each.starts[rank].host_bytes for each in run.attempts if rank in each.starts}
+    held = [table.column("host_bytes")[places] - (starts.get(id(table)) or 0.0) for table, places in rows.parts]
+    return np.maximum(0.0, np.concatenate(held or [np.empty(0)]))
 
 
 @dataclass(frozen=True)
 class Phases:
     """Seconds of a step by phase; no phase is part of another."""
 
-    steps: tuple[int, ...]
-    seconds: Mapping[str, tuple[float, ...]]
+    steps: Numbers = field(default_factory=lambda: np.empty(0))
+    seconds: Mapping[str, Numbers] = field(default_factory=dict)
     """By phase, the mean over ranks for each step, largest phase first."""
-    by_rank: Mapping[str, Mapping[int, float]]
+    by_rank: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     """By phase, each rank's mean over steps."""
 
     def mean(self, phase: str) -> float:
         """Mean over steps and ranks."""
-        return statistics.fmean(self.seconds[phase])
+        return _mean(self.seconds[phase])
 
 
 def phases(run: Run) -> Phases:
     """How ranks spent their steps."""
-    by_step: dict[int, dict[str, list[float]]] = {}
-    by_rank: dict[str, dict[int, list[float]]] = {}
-    for rank, records in rank_steps(run).items():
-        for record in records:
-            for phase, seconds in (record.phases or {}).items():
-                if seconds is None:
-                    continue
-                by_step.setdefault(record.step, {}).setdefault(phase, []).append(seconds)
-                by_rank.setdefault(phase, {}).setdefault(rank, []).append(seconds)
-    at = sorted(by_step)
-    means = {phase: tuple(_mean(by_step[step].get(phase, ())) or 0.0 for step in at) for phase in by_rank}
-    largest_first = sorted(means, key=lambda phase: -sum(means[phase]))
-    of_ranks = {
-        phase: {rank: statistics.fmean(values) for rank, values in by_rank[phase].items()} for phase in largest_first
+    told = rank_steps(run)
+    names = dict.fromkeys(name for rows in told.values() for name in rows.names("phases"))
+    values = {name: {rank: rows.values(name, "phases") for rank, rows in told.items()} for name in names}
+    by_rank = {
+        name: {rank: _mean(known) for rank, each in mine.items() if len(known := each[~np.isnan(each)])}
+        for name, mine in values.items()
     }
-    return Phases(tuple(at), {phase: means[phase] for phase in largest_first}, of_ranks)
+    steps = {rank: rows.values("step") for rank, rows in told.items()}
+    has_any = {rank: np.any([~np.isnan(mine[rank]) for mine in values.values()], axis=0) for rank in told if names}
+    at = np.unique(np.concatenate([steps[rank][has_any[rank]] for rank in has_any] or [np.empty(0)]))
+    means = {name: _mean_by_step(at, steps, mine) for name, mine in values.items() if by_rank[name]}
+    largest_first = sorted(means, key=lambda name: -float(np.sum(means[name])))
+    return Phases(at, {name: means[name] for name in largest_first}, {name: by_rank[name] for name in largest_first})
+
+
+def _mean_by_step(at: Numbers, steps: Mapping[int, Numbers], values: Mapping[int, Numbers]) -> Numbers:
+    """The mean over ranks at each of the steps `at`; 0 where no rank knows."""
+    sums, counts = np.zeros(len(at)), np.zeros(len(at))
+    for rank, mine in values.items():
+        known = ~np.isnan(mine)
+        places = np.searchsorted(at, steps[rank][known])
+        sums += np.bincount(places, mine[known], len(at))
+        counts += np.bincount(places, minlength=len(at))
+    return sums / np.maximum(1.0, counts)
 
 
 @dataclass(frozen=True)
@@ -238,13 +251,11 @@ def operations(run: Run) -> list[Operation]:
     sums: dict[str, tuple[float, float, float]] = {}
     ranks = set()
     for attempt in run.attempts:
-        for rank, records in attempt.rank_steps.items():
-            for record in records:
-                for name, total in (record.comm or {}).items():
-                    if total is not None:
-                        count, nbytes, seconds = sums.get(name, (0.0, 0.0, 0.0))
-                        sums[name] = (count + total.count, nbytes + total.nbytes, seconds + total.seconds)
-                        ranks.add(rank)
+        for rank, told in attempt.ranks.items():
+            for name, total in told.comm.items():
+                count, nbytes, seconds = sums.get(name, (0.0, 0.0, 0.0))
+                sums[name] = (count + total.count, nbytes + total.nbytes, seconds + total.seconds)
+                ranks.add(rank)
     found = [Operation(name, *(each / len(ranks) for each in told)) for name, told in sums.items()]
     return sorted(found, key=lambda each: (-each.seconds, -each.nbytes, each.name))
 
@@ -267,21 +278,21 @@ class Waits:
 
 def waits(run: Run) -> Waits:
     """Who waits for whom."""
-    by_rank = {
-        rank: [each for each in records if each.waited_seconds is not None] for rank, records in rank_steps(run).items()
-    }
-    by_rank = {rank: records for rank, records in by_rank.items() if records}
-    curves = {rank: curve(f"rank {rank}", records, lambda each: each.waited_seconds) for rank, records in by_rank.items()}
+    curves = {rank: curve(f"rank {rank}", rows, "waited_seconds") for rank, rows in rank_steps(run).items()}
+    curves = {rank: _without_unknown(mine) for rank, mine in curves.items() if len(mine.known)}
     totals = {rank: _waited(run, rank) for rank in curves}
     covered = sum(_covered(attempt) for attempt in run.attempts)
     straggler, lost = _straggler(totals, covered)
     return Waits(totals, covered, curves, straggler, lost)
 
 
+def _without_unknown(told: Curve) -> Curve:
+    return Curve(told.name, told.steps[~np.isnan(told.values)], told.known)
+
+
 def _waited(run: Run, rank: int) -> float:
     """In all attempts, steps that were redone included."""
-    told = (record for attempt in run.attempts for record in attempt.rank_steps.get(rank, ()))
-    return sum(record.waited_seconds or 0.0 for record in told)
+    return sum(float(np.nansum(table.column("waited_seconds"))) for _, table in _of_rank(run, rank))
 
 
 def _straggler(totals: Mapping[int, float], covered: float) -> tuple[int | None, float]:
@@ -295,21 +306,37 @@ def _straggler(totals: Mapping[int, float], covered: float) -> tuple[int | None,
 def _covered(attempt: Attempt) -> float:
     """From a rank's start to its last record of a step, by its own clock, whose steps back do not count; the longest."""
     times = [
-        [attempt.ranks[rank][0].time, *(record.time for record in records)]
-        for rank, records in attempt.rank_steps.items()
-        if records
+        np.concatenate([[told.begin], told.rank_steps.column("time")])
+        for told in attempt.ranks.values()
+        if len(told.rank_steps)
     ]
     return max((elapsed(mine) for mine in times), default=0.0)
 
 
-def elapsed(times: Sequence[float]) -> float:
+def elapsed(times: Numbers) -> float:
     """Seconds from the first time to the last; where a clock was set back, without that step."""
-    return sum(max(0.0, after - before) for before, after in itertools.pairwise(times))
+    return float(np.maximum(0.0, np.diff(times)).sum())
 
 
-def experts(run: Run) -> list[Experts]:
-    """Shares of tokens per expert, of the steps that were kept."""
-    return _joined([(attempt, attempt.told_by_one(Experts)) for attempt in run.attempts])[0]
+@dataclass(frozen=True)
+class ExpertLoads:
+    """How full experts were at the steps that were kept."""
+
+    rows: Rows
+    latest: Experts | None
+    """The last record."""
+
+
+def experts(run: Run) -> ExpertLoads:
+    """Tokens per expert."""
+    told = [(attempt, mine) for attempt in run.attempts if (mine := attempt.experts) is not None]
+    rows = _joined([(attempt, mine.experts) for attempt, mine in told]).kept
+    if not rows.parts:
+        return ExpertLoads(rows, None)
+    table, last = rows.parts[-1][0], rows.values("step")[-1]
+    (whole,) = [mine.whole_experts for _, mine in told if mine.experts is table]
+    same = [each for each in whole if each.step == last]
+    return ExpertLoads(rows, same[-1] if same else min(whole, key=lambda each: abs(each.step - last)))
 
 
 def checkpoints(run: Run) -> tuple[Checkpoint, ...]:
@@ -317,28 +344,39 @@ def checkpoints(run: Run) -> tuple[Checkpoint, ...]:
     return run.told_by_one(Checkpoint)
 
 
-def _joined(told: Sequence[tuple[Attempt, Sequence[_Stepped]]]) -> tuple[list[_Stepped], list[_Stepped]]:
-    """Records over attempts, without those that a later attempt's steps replace; and these."""
-    kept: list[_Stepped] = []
-    redone: list[_Stepped] = []
-    for attempt, records in told:
-        begin = _first_step(attempt, records)
-        if begin is not None:
-            redone += [record for record in kept if record.step >= begin]
-            kept = [record for record in kept if record.step < begin]
-        latest = {record.step: record for record in records}  # a step told twice: the later record
-        kept += [latest[step] for step in sorted(latest)]
-    return kept, redone
+def _joined(told: Sequence[tuple[Attempt, Table]]) -> Steps:
+    """Rows over attempts, without those that a later attempt's steps replace; and these."""
+    kept: list[tuple[Table, Places]] = []
+    redone: list[tuple[Table, Places]] = []
+    before = np.inf  # the first step that any later attempt computed
+    for attempt, table in reversed(told):
+        steps = table.column("step")
+        is_kept = steps < before
+        kept.append((table, _latest(steps, np.flatnonzero(is_kept))))
+        redone.append((table, np.flatnonzero(~is_kept)))
+        begin = _first_step(attempt, steps)
+        before = before if begin is None else min(before, begin)
+    return Steps(*(Rows(tuple(part for part in reversed(parts) if len(part[1]))) for parts in (kept, redone)))
 
 
-def _first_step(attempt: Attempt, records: Iterable[_Stepped]) -> int | None:
+def _latest(steps: Numbers, places: Places) -> Places:
+    """Of places those in the order of steps; of a step that was told twice the later one."""
+    mine = steps[places]
+    if np.all(np.diff(mine) > 0):
+        return places
+    order = np.argsort(mine, kind="stable")
+    is_last = np.append(np.diff(mine[order]) > 0, True)
+    return np.asarray(places[order[is_last]])
+
+
+def _first_step(attempt: Attempt, steps: Numbers) -> float | None:
     """The first step that an attempt computed, so far as it is known: a start is told before a checkpoint is loaded."""
-    firsts = [record.step for record in records][:1] + [each.step for each in attempt.steps[:1]]
+    firsts = [float(each) for each in (*steps[:1], *attempt.steps.column("step")[:1])]
     if firsts:
-        loads = [each for each in attempt.told_by_one(Checkpoint) if each.action == "load" and each.step is not None]
-        firsts += [each.step + 1 for each in loads[:1] if each.step is not None and each.step < min(firsts)]
+        loaded = attempt.loaded_step
+        firsts += [loaded + 1.0] if loaded is not None and loaded < min(firsts) else []
     return min(firsts) if firsts else None
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    return statistics.fmean(values) if values else None
+def _mean(values: Numbers) -> float:
+    return float(np.sum(values / len(values)))

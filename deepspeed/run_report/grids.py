@@ -32,6 +32,7 @@ __all__ = [
     "history",
     "joined",
     "of_one",
+    "span_of",
     "timeline",
 ]
 
@@ -222,9 +223,15 @@ def history(run: Run, told: Sequence[Checkpoint]) -> Timeline:
     )
 
 
+def span_of(attempt: Attempt) -> str:
+    """The first and the last reported step; empty where there is none."""
+    steps = attempt.steps.column("step")
+    return f"{steps[0]:,.0f} to {steps[-1]:,.0f}" if len(steps) else ""
+
+
 def _span(attempt: Attempt, axis: Scale) -> Work:
     left = 100 * axis.at(attempt.begin)
-    label = f"{attempt.steps[0].step:,} to {attempt.steps[-1].step:,}" if attempt.steps else ""
+    label = span_of(attempt)
     title = f"steps {label or 'none'}, {texts.duration(attempt.end - attempt.begin)}"
     return Work(left, 100 * axis.at(attempt.end) - left, "attempt", label, title)
 

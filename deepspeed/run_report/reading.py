@@ -8,8 +8,7 @@ A rank starts once in an attempt. In order of time, an attempt ends where a rank
 tells another number of restarts or ranks. Within a file lines count in their order, for a clock may be set back. Where all
 ranks started equally often, the first starts belong together, and so on, however far the clocks of hosts are apart.
 
-Files are read while they are written: what follows the last line end is left for later. Does not live here: a line
-of its own (`lines`), numbers (`facts`).
+Does not live here: files (`files`), what a rank told in an attempt (`segments`), numbers (`facts`).
 """
 
 from __future__ import annotations
@@ -26,14 +25,17 @@ from typing import TypeVar
 
 from deepspeed.common.wording import some
 from deepspeed.errors import UsageError
-from deepspeed.run_log import KINDS, Checkpoint, End, Experts, Profile, RankStep, Record, Schedule, Start, Step
-from deepspeed.run_report.lines import UnknownKindError, record_of
+from deepspeed.run_log import Checkpoint, End, Profile, Schedule, Start
+from deepspeed.run_report.columns import Table
+from deepspeed.run_report.files import RankFile, Unread
+from deepspeed.run_report.segments import STEP, Segment
 
 __all__ = ["Attempt", "Run", "RunLogNotFoundError", "RunReader", "Unread", "read_run"]
 
 _SHOWN = 9  # ranks that lack; no text names more
 _FILE = re.compile(r"rank-(\d+)\.jsonl")
 _ECHO = "CommError"  # what ranks say whose peer is gone: the peer's own error is the cause
+_R = TypeVar("_R", Checkpoint, End, Profile, Schedule)
 _SETTING = '"run_log": {"enabled": true, "output_path": "runs", "job_name": "NAME"}'
 
 
@@ -42,42 +44,26 @@ class RunLogNotFoundError(UsageError, FileNotFoundError):
 
 
 @dataclass(frozen=True)
-class Unread:
-    """A line that could not be read, and why."""
-
-    file: str
-    line: int
-    """From 1; 0: the file as a whole."""
-    why: str
-
-    @property
-    def place(self) -> str:
-        """Where in the file it is."""
-        return f"line {self.line}" if self.line else "the whole file"
-
-    def __str__(self) -> str:
-        """As an error's text has it."""
-        return f"{self.file}, {self.place}: {self.why}"
-
-
-@dataclass(frozen=True)
 class Attempt:
     """What ranks told from one start to the next."""
 
-    starts: Mapping[int, Start]
-    """By rank; a rank whose start could not be read is missing."""
-    ranks: Mapping[int, tuple[Record, ...]]
-    """Every record by rank, in the order written."""
+    ranks: Mapping[int, Segment]
+    """By rank, what it told."""
+
+    @functools.cached_property
+    def starts(self) -> Mapping[int, Start]:
+        """By rank; a rank whose start could not be read is missing."""
+        return {rank: told.start for rank, told in self.ranks.items() if told.start is not None}
 
     @property
     def begin(self) -> float:
         """When the first record was written."""
-        return min(records[0].time for records in self.ranks.values())
+        return min(told.begin for told in self.ranks.values())
 
     @property
     def end(self) -> float:
         """When the last record was written."""
-        return max(records[-1].time for records in self.ranks.values())
+        return max(told.end for told in self.ranks.values())
 
     @property
     def first(self) -> Start | None:
@@ -100,21 +86,27 @@ class Attempt:
         """Of how many ranks no record was found."""
         return self.world_size - len(self.ranks)
 
-    @property
-    def steps(self) -> tuple[Step, ...]:
+    @functools.cached_property
+    def steps(self) -> Table:
         """The reported steps, of the lowest rank that tells any."""
-        return self.told_by_one(Step)
+        return next((told.steps for told in self.ranks.values() if len(told.steps)), Table(STEP))
 
     @property
-    def rank_steps(self) -> Mapping[int, tuple[RankStep, ...]]:
-        """Each rank's own records of steps."""
-        return {rank: self._of(rank, RankStep) for rank in sorted(self.ranks)}
+    def experts(self) -> Segment | None:
+        """The lowest rank that tells of experts."""
+        return next((told for told in self.ranks.values() if len(told.experts)), None)
 
-    @property
+    @functools.cached_property
     def ends(self) -> Mapping[int, End]:
         """The last `end` of each rank that has one."""
-        found = {rank: self._of(rank, End) for rank in sorted(self.ranks)}
+        found = {rank: told.of(End) for rank, told in self.ranks.items()}
         return {rank: ends[-1] for rank, ends in found.items() if ends}
+
+    @functools.cached_property
+    def loaded_step(self) -> int | None:
+        """The step of the first checkpoint that was loaded."""
+        loads = (each.step for each in self.told_by_one(Checkpoint) if each.action == "load")
+        return next((step for step in loads if step is not None), None)
 
     @property
     def failures(self) -> tuple[tuple[int, str], ...]:
@@ -127,28 +119,11 @@ class Attempt:
     def endless_ranks(self) -> tuple[int, ...]:
         """Ranks that wrote records but no end."""
         ends = self.ends
-        return tuple(rank for rank in sorted(self.ranks) if rank not in ends)
+        return tuple(rank for rank in self.ranks if rank not in ends)
 
     def told_by_one(self, kind: type[_R]) -> tuple[_R, ...]:
         """All records of a kind by the lowest rank that has any."""
-        return next((found for rank in sorted(self.ranks) if (found := self._of(rank, kind))), ())
-
-    def _of(self, rank: int, kind: type[_R]) -> tuple[_R, ...]:
-        found: tuple[_R, ...] = self._by_kind[rank].get(kind, ())  # type: ignore[assignment]
-        return found
-
-    @functools.cached_property
-    def _by_kind(self) -> dict[int, dict[type, tuple[Record, ...]]]:
-        """Each rank's records by kind: a long run has very many, and every fact asks for one kind."""
-        found: dict[int, dict[type, list[Record]]] = {}
-        for rank, records in self.ranks.items():
-            mine = found.setdefault(rank, {})
-            for record in records:
-                mine.setdefault(KINDS[record.kind], []).append(record)
-        return {rank: {kind: tuple(records) for kind, records in mine.items()} for rank, mine in found.items()}
-
-
-_R = TypeVar("_R", Step, RankStep, Experts, Schedule, Checkpoint, Profile, End)
+        return next((found for told in self.ranks.values() if (found := told.of(kind))), ())
 
 
 @dataclass(frozen=True)
@@ -158,6 +133,9 @@ class Run:
     folder: Path
     attempts: tuple[Attempt, ...]
     unread: tuple[Unread, ...] = ()
+    """The first 200 of each file."""
+    unread_count: int = 0
+    """How many lines could not be read."""
     cut_off: tuple[str, ...] = ()
     """Files whose last line has no end: their rank was killed while it wrote, or writes now."""
     unknown_kinds: Mapping[str, int] = field(default_factory=dict)
@@ -192,8 +170,8 @@ class RunReader:
 
     def __init__(self, run_dir: Path | str) -> None:
         self.folder = Path(run_dir)
-        self._files: dict[int, _RankFile] = {}
-        self._closed: dict[int, Unread] = {}
+        self._files: dict[Path, RankFile] = {}
+        self._closed: list[Unread] = []
 
     def read_more(self) -> bool:
         """Read complete lines that were appended since the last call; returns whether there were any.
@@ -203,16 +181,15 @@ class RunReader:
         is_new = False
         self._closed.clear()
         for path in _files_of(self.folder):
-            rank = _rank_of(path)
-            file = self._files.get(rank)
+            file = self._files.get(path)
             try:
-                if file is None or path.stat().st_size < file.offset:  # shorter: another run began the file anew
-                    file = _RankFile(rank, path)
+                if file is None or file.began_anew():
+                    file = RankFile(_rank_of(path), path)
                 is_new |= file.read_more()
             except OSError as error:
-                self._closed[rank] = Unread(path.name, 0, error.strerror or str(error))
+                self._closed.append(Unread(path.name, 0, error.strerror or str(error)))
             else:
-                self._files[rank] = file
+                self._files[path] = file
         return is_new
 
     def run(self) -> Run:
@@ -223,9 +200,9 @@ class RunReader:
         """
         if not self._files and not self._closed:
             raise RunLogNotFoundError(_nothing_in(self.folder))
-        segments = [segment for file in self._files.values() for segment in file.segments if segment.records]
         files = sorted(self._files.values(), key=lambda file: file.rank)
-        unread = (*self._closed.values(), *(each for file in files for each in file.unread))
+        segments = [segment for file in files for segment in file.segments]
+        unread = (*self._closed, *(each for file in files for each in file.unread))
         if not segments:
             bad = f" ({some([str(each) for each in unread], 2)})" if unread else ""
             raise RunLogNotFoundError(
@@ -235,56 +212,9 @@ class RunReader:
         unknown: Counter[str] = Counter()
         for file in files:
             unknown.update(file.unknown_kinds)
-        cut_off = tuple(file.path.name for file in files if file.rest)
-        return Run(self.folder, tuple(_attempts(segments)), unread, cut_off, dict(unknown))
-
-
-@dataclass
-class _Segment:
-    """The records of one rank from a start to the next; without a start where that line could not be read."""
-
-    rank: int
-    start: Start | None = None
-    records: list[Record] = field(default_factory=list)
-
-
-@dataclass
-class _RankFile:
-    """One file, read from `offset` on; `rest` is a line without an end so far."""
-
-    rank: int
-    path: Path
-    offset: int = 0
-    rest: bytes = b""
-    lines: int = 0
-    segments: list[_Segment] = field(default_factory=list)
-    unread: list[Unread] = field(default_factory=list)
-    unknown_kinds: Counter[str] = field(default_factory=Counter)
-
-    def read_more(self) -> bool:
-        """Read what was appended."""
-        with self.path.open("rb") as file:
-            file.seek(self.offset)
-            new = file.read()
-        self.offset += len(new)
-        *lines, self.rest = (self.rest + new).split(b"\n")
-        for line in lines:
-            self.lines += 1
-            if line.strip():
-                self._add(line)
-        return bool(lines)
-
-    def _add(self, line: bytes) -> None:
-        try:
-            record = record_of(line)
-        except UnknownKindError as error:
-            self.unknown_kinds[error.kind] += 1
-        except ValueError as error:
-            self.unread.append(Unread(self.path.name, self.lines, str(error)))
-        else:
-            if isinstance(record, Start) or not self.segments:
-                self.segments.append(_Segment(self.rank, record if isinstance(record, Start) else None))
-            self.segments[-1].records.append(record)
+        cut_off = tuple(file.path.name for file in files if file.is_cut_off)
+        count = len(self._closed) + sum(file.unread_count for file in files)
+        return Run(self.folder, tuple(_attempts(segments)), unread, count, cut_off, dict(unknown))
 
 
 def _files_of(folder: Path) -> list[Path]:
@@ -316,22 +246,25 @@ def _nothing_in(folder: Path) -> str:
     return f"{folder}: no rank-*.jsonl in it. {cure}"
 
 
-def _attempts(segments: Iterable[_Segment]) -> list[Attempt]:
-    by_rank: dict[int, list[_Segment]] = {}
+def _attempts(segments: Iterable[Segment]) -> list[Attempt]:
+    by_rank: dict[int, list[Segment]] = {}
     for segment in segments:
         by_rank.setdefault(segment.rank, []).append(segment)
     together = _together(by_rank)
     if together is not None:
         return [_attempt(group) for group in together]
-    groups: list[dict[int, _Segment]] = []
+    groups: list[dict[int, Segment]] = []
+    told: set[tuple[int | None, int | None]] = set()
     for _, _, segment in sorted(_in_time(by_rank), key=lambda each: each[:2]):
-        if not groups or segment.rank in groups[-1] or _parts(segment.start, groups[-1].values()):
+        if not groups or segment.rank in groups[-1] or len(told | _told([segment])) > 1:
             groups.append({})
+            told = set()
         groups[-1][segment.rank] = segment
+        told |= _told([segment])
     return [_attempt(group) for group in groups]
 
 
-def _together(by_rank: Mapping[int, Sequence[_Segment]]) -> list[dict[int, _Segment]] | None:
+def _together(by_rank: Mapping[int, Sequence[Segment]]) -> list[dict[int, Segment]] | None:
     """The first starts of all ranks, the second ones, and so on; None where their numbers or what they tell differ."""
     if len({len(mine) for mine in by_rank.values()}) != 1:
         return None
@@ -339,27 +272,23 @@ def _together(by_rank: Mapping[int, Sequence[_Segment]]) -> list[dict[int, _Segm
         {segment.rank: segment for segment in group}
         for group in zip(*(by_rank[rank] for rank in sorted(by_rank)), strict=True)
     ]
-    return None if any(_parts(segment.start, group.values()) for group in groups for segment in group.values()) else groups
+    return None if any(len(_told(group.values())) > 1 for group in groups) else groups
 
 
-def _in_time(by_rank: Mapping[int, Sequence[_Segment]]) -> Iterable[tuple[float, int, _Segment]]:
+def _in_time(by_rank: Mapping[int, Sequence[Segment]]) -> Iterable[tuple[float, int, Segment]]:
     """When each start was, and by whom; none before the end of the same rank's last one."""
     for rank, mine in by_rank.items():
-        earliest = mine[0].records[0].time
+        earliest = mine[0].begin
         for segment in mine:
-            earliest = max(earliest, segment.records[0].time)
+            earliest = max(earliest, segment.begin)
             yield earliest, rank, segment
-            earliest = max(earliest, segment.records[-1].time)
+            earliest = max(earliest, segment.end)
 
 
-def _parts(start: Start | None, group: Iterable[_Segment]) -> bool:
-    """Whether a start belongs to another attempt than those of a group, by what it tells."""
-    if start is None:
-        return False
-    others = [each.start for each in group if each.start is not None]
-    return any((start.restarts, start.world_size) != (other.restarts, other.world_size) for other in others)
+def _told(group: Iterable[Segment]) -> set[tuple[int | None, int | None]]:
+    """What starts tell of their attempt: two things of it are two attempts."""
+    return {(each.start.restarts, each.start.world_size) for each in group if each.start is not None}
 
 
-def _attempt(group: Mapping[int, _Segment]) -> Attempt:
-    starts = {rank: segment.start for rank, segment in sorted(group.items()) if segment.start is not None}
-    return Attempt(starts, {rank: tuple(segment.records) for rank, segment in sorted(group.items())})
+def _attempt(group: Mapping[int, Segment]) -> Attempt:
+    return Attempt(dict(sorted(group.items())))

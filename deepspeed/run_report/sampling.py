@@ -10,32 +10,40 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+import numpy as np
+
+from deepspeed.run_report.columns import Numbers
+
 __all__ = ["averaged", "evenly", "outline"]
 
 
-def outline(values: Sequence[float | None], buckets: int) -> list[int]:
+def outline(values: Numbers, buckets: int) -> list[int]:
     """Which values to draw: of each bucket the lowest and highest, with the first and the last of all.
 
-    A bucket in which some value is not known keeps one such place too, so that a line breaks there. At most
+    A bucket in which some value is not known (nan) keeps one such place too, so that a line breaks there. At most
     3 * buckets + 2 places, ascending; all where there are no more than 2 * buckets.
     """
     if len(values) <= 2 * buckets:
         return list(range(len(values)))
     chosen = {0, len(values) - 1}
     for begin, end in _bounds(len(values), buckets):
-        known = [(value, at) for at in range(begin, end) if (value := values[at]) is not None]
-        if known:
-            chosen |= {min(known)[1], max(known)[1]}
-        if len(known) < end - begin:
-            chosen.add(next(at for at in range(begin, end) if values[at] is None))
+        bucket = values[begin:end]
+        unknown = np.isnan(bucket)
+        if not unknown.all():
+            chosen |= {begin + int(np.nanargmin(bucket)), begin + int(np.nanargmax(bucket))}
+        if unknown.any():
+            chosen.add(begin + int(unknown.argmax()))
     return sorted(chosen)
 
 
-def averaged(values: Sequence[float], buckets: int) -> list[float]:
+def averaged(values: Numbers | Sequence[float], buckets: int) -> Numbers:
     """The mean of each bucket; the values themselves where there are no more than `buckets`."""
-    if len(values) <= buckets:
-        return list(values)
-    return [sum(values[begin:end]) / (end - begin) for begin, end in _bounds(len(values), buckets)]
+    numbers = np.asarray(values, dtype=np.float64)
+    if len(numbers) <= buckets:
+        return numbers
+    begins = np.array([begin for begin, _ in _bounds(len(numbers), buckets)])
+    counts = np.diff(np.append(begins, len(numbers)))
+    return np.asarray(np.add.reduceat(numbers / np.repeat(counts, counts), begins))
 
 
 def evenly(count: int, most: int) -> list[int]:

@@ -78,9 +78,9 @@ def scale_of(values: Iterable[float], *, from_zero: bool = False, may_be_log: bo
     return Scale(math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step)
 
 
-def step_scale(steps: Iterable[int]) -> Scale:
+def step_scale(steps: Iterable[float]) -> Scale:
     """An axis of steps, exactly from the first to the last."""
-    known = [float(min(max(step, -(2**53)), 2**53)) for step in steps] or [0.0]
+    known = list(steps) or [0.0]
     low, high = min(known), max(known)
     return Scale(low, high) if high > low else Scale(low - 0.5, high + 0.5)
 

@@ -5,15 +5,18 @@ Called by `sections` and `top`. Does not live here: curves and tables (`facts`).
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from deepspeed.common.wording import some
-from deepspeed.run_log import Schedule, Step
+from deepspeed.run_log import Schedule
 from deepspeed.run_report import facts, texts
+from deepspeed.run_report.columns import Numbers
 from deepspeed.run_report.reading import Run
+from deepspeed.run_report.segments import loads
 
 __all__ = ["Finding", "Summary", "findings", "short", "summarise"]
 
@@ -83,8 +86,8 @@ def summarise(run: Run) -> Summary:
     told, memory = facts.steps(run), facts.memory(run)
     last = run.attempts[-1]
     first = last.first
-    losses = [step.loss for step in told.kept if step.loss is not None]
-    rates = [step.lr for step in told.kept if step.lr]
+    losses, rates = told.kept.known("loss"), told.kept.known("0", "lr")
+    steps, skipped = told.kept.values("step"), told.kept.known("skipped")
     state, cause = _state(run)
     starts = [start for attempt in run.attempts for start in attempt.starts.values()]
     return Summary(
@@ -100,16 +103,16 @@ def summarise(run: Run) -> Summary:
         mesh=dict(first.mesh or {}) if first else {},
         version=first.version if first else None,
         attempts=len(run.attempts),
-        first_step=told.kept[0].step if told.kept else None,
-        last_step=told.kept[-1].step if told.kept else _last_of_ranks(run),
+        first_step=int(steps[0]) if len(steps) else None,
+        last_step=int(steps[-1]) if len(steps) else _last_of_ranks(run),
         redone=len(told.redone),
-        first_loss=losses[0] if losses else None,
-        loss=losses[-1] if losses else None,
-        lr=rates[-1][0] if rates else None,
-        skipped=max((step.skipped for step in told.kept if step.skipped is not None), default=None),
-        step_seconds=_median(step.seconds for step in told.kept),
-        samples_per_second=_median(step.samples_per_second for step in told.kept),
-        mfu=_median(step.mfu for step in told.kept),
+        first_loss=float(losses[0]) if len(losses) else None,
+        loss=float(losses[-1]) if len(losses) else None,
+        lr=float(rates[-1]) if len(rates) else None,
+        skipped=int(skipped.max()) if len(skipped) else None,
+        step_seconds=_median(told.kept.known("seconds")),
+        samples_per_second=_median(told.kept.known("samples_per_second")),
+        mfu=_median(told.kept.known("mfu")),
         peak_nbytes=max(memory.peaks.values(), default=None),
         plan_nbytes=memory.comparable_plan,
     )
@@ -138,7 +141,8 @@ def _state(run: Run) -> tuple[State, str | None]:
 
 def _last_of_ranks(run: Run) -> int | None:
     """The last step that any rank tells, where the first rank's file lacks."""
-    return max((records[-1].step for records in run.attempts[-1].rank_steps.values() if records), default=None)
+    told = [each.rank_steps.column("step")[-1:] for each in run.attempts[-1].ranks.values()]
+    return max((int(step) for last in told for step in last), default=None)
 
 
 def _of_ends(run: Run, summary: Summary, now: float) -> Iterable[Finding]:
@@ -177,13 +181,12 @@ def _of_ranks(run: Run) -> Iterable[Finding]:
 
 def _of_training(run: Run, summary: Summary) -> Iterable[Finding]:
     kept = facts.steps(run).kept
-    losses = [step.loss for step in kept]
-    if losses and set(losses) == {None}:
+    blanks = kept.values("step")[np.isnan(kept.values("loss"))]
+    if len(blanks) and len(blanks) == len(kept):
         yield Finding("watch", "No reported step has a loss that is known and finite.", "training")
-    elif any(loss is not None for loss in losses) and None in losses:
-        blanks = [step.step for step in kept if step.loss is None]
+    elif len(blanks):
         yield Finding(
-            "bad", f"{len(blanks)} reported step(s) have no finite loss, the first is step {blanks[0]}.", "training"
+            "bad", f"{len(blanks)} reported step(s) have no finite loss, the first is step {blanks[0]:.0f}.", "training"
         )
     if summary.skipped and summary.last_step:
         part = summary.skipped / summary.last_step
@@ -191,16 +194,15 @@ def _of_training(run: Run, summary: Summary) -> Iterable[Finding]:
         yield Finding(
             level, f"{summary.skipped} step(s) were skipped ({texts.share(part)}): gradients overflowed.", "precision"
         )
-    yield from _of_throughput(kept)
+    yield from _of_throughput(kept.known("samples_per_second"))
 
 
-def _of_throughput(kept: tuple[Step, ...]) -> Iterable[Finding]:
+def _of_throughput(rates: Numbers) -> Iterable[Finding]:
     """Compare the last fifth with the fastest fifth."""
-    rates = [step.samples_per_second for step in kept if step.samples_per_second is not None]
     part = len(rates) // 5
     if part < 3:
         return
-    fifths = [statistics.median(rates[at : at + part]) for at in range(0, 5 * part, part)]
+    fifths = [float(np.median(rates[at : at + part])) for at in range(0, 5 * part, part)]
     if fifths[-1] < _SLOWER * max(fifths):
         slower = texts.share(1 - fifths[-1] / max(fifths))
         yield Finding("watch", f"Throughput fell: the last fifth of the run is {slower} slower than its best.", "speed")
@@ -229,10 +231,9 @@ def _of_waits(run: Run) -> Iterable[Finding]:
 
 
 def _of_experts(run: Run) -> Iterable[Finding]:
-    records = facts.experts(run)
-    for name, shares in (records[-1].layers if records else {}).items():
-        known = [share * len(shares) for share in shares if share is not None]
-        if known and max(known) > _HOT:
+    latest = facts.experts(run).latest
+    for name, known in (loads(latest) if latest else {}).items():
+        if max(known) > _HOT:
             idle = sum(1 for load in known if load < _COLD)
             also = f"; {idle} of {len(known)} experts are almost idle" if idle else ""
             yield Finding(
@@ -260,7 +261,7 @@ def _of_log(run: Run) -> Iterable[Finding]:
         first = run.unread[0]
         yield Finding(
             "watch",
-            f"{len(run.unread)} line(s) of the log could not be read, the first is "
+            f"{run.unread_count} line(s) of the log could not be read, the first is "
             f"{first.place} of {first.file}: {first.why}.",
             "log",
         )
@@ -277,6 +278,5 @@ def short(text: str) -> str:
     return lines[-1][:300] if lines else "without a text"
 
 
-def _median(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
+def _median(known: Numbers) -> float | None:
+    return float(np.median(known)) if len(known) else None

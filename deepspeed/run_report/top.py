@@ -11,19 +11,19 @@ live here: reading (`reading`), numbers (`facts`, `summary`).
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from deepspeed.common.wording import some
-from deepspeed.run_log import RankStep, Step
-from deepspeed.run_report import facts, texts
+from deepspeed.run_report import columns, facts, texts
+from deepspeed.run_report.columns import Numbers, Rows
 from deepspeed.run_report.reading import Run
 from deepspeed.run_report.sampling import averaged
 from deepspeed.run_report.summary import Summary, short, summarise
@@ -47,10 +47,9 @@ def frame(run: Run, now: float) -> RenderableType:
     """
     summary, kept = summarise(run), facts.steps(run).kept
     parts: list[RenderableType] = [_head(run, summary, now), _values(kept, summary), Text()]
-    losses = [step.loss for step in kept if step.loss is not None]
-    rates = [step.samples_per_second for step in kept if step.samples_per_second is not None]
-    parts += [_Spark("loss", losses)] if losses else []
-    parts += [_Spark("samples/s", rates, from_zero=True)] if rates else []
+    losses, rates = kept.known("loss"), kept.known("samples_per_second")
+    parts += [_Spark("loss", losses)] if len(losses) else []
+    parts += [_Spark("samples/s", rates, from_zero=True)] if len(rates) else []
     parts += [Text(), _ranks(run, summary)]
     parts += [Text(), _checkpoint(run, now), *_silence(run, summary, now)]
     return Group(*parts)
@@ -64,12 +63,12 @@ def silence(run: Run, now: float) -> tuple[float, float | None]:
         now: seconds of the Unix clock.
     """
     last = run.attempts[-1]
-    times = [step.time for step in last.steps][-_RECENT:]
-    usual = statistics.median(after - before for before, after in itertools.pairwise(times)) if len(times) > 2 else None
+    times = last.steps.column("time")[-_RECENT:]
+    usual = float(np.median(np.diff(times))) if len(times) > 2 else None
     return max(0.0, now - last.end), usual
 
 
-def sparkline(values: Sequence[float], width: int, blocks: str = _BLOCKS, *, from_zero: bool = False) -> str:
+def sparkline(values: Numbers | Sequence[float], width: int, blocks: str = _BLOCKS, *, from_zero: bool = False) -> str:
     """Values as bars of at most `width` letters.
 
     Args:
@@ -78,7 +77,7 @@ def sparkline(values: Sequence[float], width: int, blocks: str = _BLOCKS, *, fro
         blocks: a letter for each height, the lowest first.
         from_zero: the lowest height is that of zero, else that of the lowest value.
     """
-    shown = averaged(values, width)
+    shown = averaged(values, width).tolist()
     low, high = min([*shown, 0.0] if from_zero else shown), max(shown)
     if high - low <= 1e-12 * max(abs(low), abs(high)):
         return blocks[len(blocks) // 2] * len(shown)
@@ -91,11 +90,11 @@ class _Spark:
     """A name, the first value, bars as wide as there is room, the last value."""
 
     name: str
-    values: Sequence[float]
+    values: Numbers
     from_zero: bool = False
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        first, last = texts.number(self.values[0]), texts.number(self.values[-1])
+        first, last = texts.number(float(self.values[0])), texts.number(float(self.values[-1]))
         room = max(4, min(options.max_width - 12 - 11 - 2 - len(last), len(self.values), 80))
         bars = sparkline(self.values, room, _ASCII_BLOCKS if options.ascii_only else _BLOCKS, from_zero=self.from_zero)
         yield Text.assemble(
@@ -120,21 +119,21 @@ def _head(run: Run, summary: Summary, now: float) -> Table:
     return table
 
 
-def _values(kept: Sequence[Step], summary: Summary) -> RenderableType:
-    if not kept:
+def _values(kept: Rows, summary: Summary) -> RenderableType:
+    if len(kept) == 0:
         of_ranks = "" if summary.last_step is None else f" Step {summary.last_step:,}, say other ranks than the first."
         return Text(f"No step is reported yet.{of_ranks}", "dim")
-    last = kept[-1]
+    scale = kept.last("loss_scale")
     told = [
-        ("step", f"{last.step:,}"),
-        ("loss", texts.number(last.loss)),
-        ("lr", texts.number(last.lr[0] if last.lr else None, 3)),
-        ("grad norm", texts.number(last.grad_norm, 3)),
-        ("scale", texts.number(last.loss_scale) if last.loss_scale not in (None, 1.0) else texts.UNKNOWN),
+        ("step", f"{kept.last('step'):,.0f}"),
+        ("loss", texts.number(kept.last("loss"))),
+        ("lr", texts.number(kept.last("0", "lr"), 3)),
+        ("grad norm", texts.number(kept.last("grad_norm"), 3)),
+        ("scale", texts.number(scale) if scale not in (None, 1.0) else texts.UNKNOWN),
         ("skipped", str(summary.skipped) if summary.skipped else texts.UNKNOWN),
-        ("per step", texts.seconds(last.seconds)),
-        ("samples/s", texts.number(last.samples_per_second)),
-        ("MFU", texts.share(last.mfu)),
+        ("per step", texts.seconds(kept.last("seconds"))),
+        ("samples/s", texts.number(kept.last("samples_per_second"))),
+        ("MFU", texts.share(kept.last("mfu"))),
     ]
     return _Values(tuple((name, value) for name, value in told if value != texts.UNKNOWN))
 
@@ -156,24 +155,24 @@ class _Values:
 
 
 def _ranks(run: Run, summary: Summary) -> RenderableType:
-    by_rank = {rank: records[-_RECENT:] for rank, records in run.attempts[-1].rank_steps.items() if records}
+    by_rank = {rank: told.rank_steps for rank, told in run.attempts[-1].ranks.items() if len(told.rank_steps)}
     if not by_rank:
         return Text("No rank has told its memory yet.", "dim")
     curves = facts.memory(run).by_rank
     held = {rank: curves[rank].last if rank in curves else None for rank in by_rank}
-    waited = {rank: _waited_part(records) for rank, records in by_rank.items()}
+    waited = {rank: _waited_part(table) for rank, table in by_rank.items()}
     most = summary.plan_nbytes or max((nbytes for nbytes in held.values() if nbytes is not None), default=None)
     of = "memory, of the plan" if summary.plan_nbytes else "memory, of the fullest"
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("rank", justify="right", overflow="fold")
-    table.add_column(of, overflow="fold")
-    table.add_column("waits, of the time", overflow="fold")
-    table.add_column("last record", justify="right", overflow="fold")
-    newest = max(records[-1].time for records in by_rank.values())
-    for rank, records in list(by_rank.items())[:_RANKS]:
-        behind = newest - records[-1].time
-        late = texts.duration(behind) + " behind" if behind >= 1 else f"step {records[-1].step:,}"
-        table.add_row(
+    drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    drawn.add_column("rank", justify="right", overflow="fold")
+    drawn.add_column(of, overflow="fold")
+    drawn.add_column("waits, of the time", overflow="fold")
+    drawn.add_column("last record", justify="right", overflow="fold")
+    newest = max(table.column("time")[-1] for table in by_rank.values())
+    for rank, table in list(by_rank.items())[:_RANKS]:
+        behind = newest - table.column("time")[-1]
+        late = texts.duration(behind) + " behind" if behind >= 1 else f"step {table.column('step')[-1]:,.0f}"
+        drawn.add_row(
             str(rank),
             _bar(held[rank], most, texts.nbytes(held[rank])),
             _bar(waited[rank], 1.0, texts.share(waited[rank])),
@@ -185,7 +184,7 @@ def _ranks(run: Run, summary: Summary) -> RenderableType:
     missing, count = run.attempts[-1].missing_ranks, run.attempts[-1].missing_count
     named = some([str(rank) for rank in missing], 8, count=count)
     more += [Text(f"without a record: ranks {named}", "yellow")] if missing else []
-    return Group(table, *more)
+    return Group(drawn, *more)
 
 
 @dataclass(frozen=True)
@@ -211,11 +210,11 @@ def _bar(value: float | None, most: float | None, label: str) -> _Bar:
     return _Bar(value / most if value is not None and most else None, label)
 
 
-def _waited_part(records: Sequence[RankStep]) -> float | None:
-    """Waited seconds over the time of the records that they were counted in; the first one's began before."""
-    told = [record.waited_seconds for record in records[1:] if record.waited_seconds is not None]
-    seconds = facts.elapsed([record.time for record in records])
-    return sum(told) / seconds if told and seconds > 0 else None
+def _waited_part(told: columns.Table) -> float | None:
+    """Waited seconds over the time of the last records that they were counted in; the first one's began before."""
+    waited = told.column("waited_seconds")[-_RECENT:][1:]
+    seconds = facts.elapsed(told.column("time")[-_RECENT:])
+    return float(np.nansum(waited)) / seconds if not np.isnan(waited).all() and seconds > 0 else None
 
 
 def _waited_for(parts: Mapping[int, float | None]) -> int | None:

@@ -50,8 +50,8 @@ def test_two_starts_of_a_real_run_make_one_report(tmp_path: Path) -> None:
     assert (run.unread, run.unknown_kinds, run.cut_off) == ((), {}, ())
     assert [attempt.world_size for attempt in run.attempts] == [2, 2]
     told = facts.steps(run)
-    assert [each.step for each in told.kept] == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert [each.step for each in told.redone] == [3, 4, 5]  # after the checkpoint of step 2
+    assert told.kept.values("step").tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert told.redone.values("step").tolist() == [3, 4, 5]  # after the checkpoint of step 2
     summary = summarise(run)
     assert (summary.state, summary.model, summary.attempts) == ("done", "Mlp", 2)
     assert summary.loss == pytest.approx(sum(losses) / 2, rel=1e-5)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from deepspeed.run_log import Checkpoint
 from deepspeed.run_report import facts, texts
-from deepspeed.run_report.grids import history
+from deepspeed.run_report.grids import history, span_of
 from deepspeed.run_report.reading import Attempt, Run
 from deepspeed.run_report.sections.kinds import ROWS, Absent, Block, Section, left_out
 from deepspeed.run_report.summary import short
@@ -33,8 +33,7 @@ def restarts(run: Run) -> Section:
 
 
 def _attempt_row(at: int, attempt: Attempt) -> tuple[str, ...]:
-    steps = attempt.steps
-    span = f"{steps[0].step:,} to {steps[-1].step:,}" if steps else texts.UNKNOWN
+    span = span_of(attempt) or texts.UNKNOWN
     worst = short(attempt.failures[0][1]) if attempt.failures else "done" if attempt.ends else "not recorded"
     lasted = texts.duration(attempt.end - attempt.begin)
     return (str(at), texts.clock(attempt.begin), lasted, str(attempt.world_size), span, worst)
@@ -107,6 +106,6 @@ def log(run: Run) -> Section | None:
     if not rows:
         return None
     table = Table(
-        "Lines that were left out", ("file", "where", "why"), tuple(rows), False, left_out(len(run.unread), "lines")
+        "Lines that were left out", ("file", "where", "why"), tuple(rows), False, left_out(run.unread_count, "lines")
     )
     return Section("log", "The log itself", "", (Block("folded_table", table, f"{len(rows)} note(s) about lines left out"),))

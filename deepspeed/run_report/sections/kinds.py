@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,7 +10,7 @@ from deepspeed.run_report.charts import LineChart
 from deepspeed.run_report.grids import Grid, Timeline
 from deepspeed.run_report.tables import Table
 
-__all__ = ["ROWS", "Absent", "Block", "Section", "left_out", "mean", "of_charts", "per_second"]
+__all__ = ["ROWS", "Absent", "Block", "Section", "left_out", "of_charts", "per_second"]
 
 ROWS = 200
 """Most rows of a table."""
@@ -58,8 +57,3 @@ def per_second(value: float | None) -> str:
 def left_out(count: int, what: str, most: int = ROWS) -> str:
     """What is said below a table or grid that shows the first `most` of many."""
     return f"The first {most} of {count:,} {what} are shown." if count > most else ""
-
-
-def mean(values: Sequence[float]) -> float | None:
-    """Of all values; None: of none."""
-    return math.fsum(values) / len(values) if values else None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from deepspeed.run_log import Experts, Profile, Schedule
+from deepspeed.run_log import Profile, Schedule
 from deepspeed.run_report import facts, texts
 from deepspeed.run_report.charts import Mark, line_chart
 from deepspeed.run_report.grids import around_even, grid, joined, timeline
 from deepspeed.run_report.reading import Run
 from deepspeed.run_report.scales import Tick
-from deepspeed.run_report.sections.kinds import ROWS, Absent, Block, Section, left_out, mean
+from deepspeed.run_report.sections.kinds import ROWS, Absent, Block, Section, left_out
+from deepspeed.run_report.segments import loads
 from deepspeed.run_report.tables import Table
 
 __all__ = ["experts", "modules", "pipeline"]
@@ -38,16 +39,14 @@ def pipeline(run: Run) -> Section | Absent | None:
 
 def experts(run: Run, marks: Sequence[Mark]) -> Section | Absent:
     """Tokens per expert, at the last record and over the run."""
-    records = facts.experts(run)
-    latest = records[-1] if records else None
-    layers = {
-        name: [share or 0.0 for share in shares] for name, shares in (latest.layers if latest else {}).items() if shares
-    }
+    told = facts.experts(run)
+    latest = told.latest
+    layers = loads(latest) if latest else {}
     if latest is None or not layers:
         return Absent("Expert load", "models with MoE layers write each expert's share of tokens with each reported step")
     names = list(layers)[:64]
-    loads = [[share * len(layers[name]) for share in layers[name]] for name in names]
-    narrow = [joined([row], 64)[0] for row in loads]
+    full = [layers[name] for name in names]
+    narrow = [joined([row], 64)[0] for row in full]
     widest = max(len(row) for row in narrow)
     rows = tuple(
         (
@@ -57,12 +56,12 @@ def experts(run: Run, marks: Sequence[Mark]) -> Section | Absent:
             f"{min(load):.2f}",
             str(sum(1 for value in load if value < 0.1)),
         )
-        for name, load in zip(names, loads, strict=True)
+        for name, load in zip(names, full, strict=True)
     )
     table = Table("Load by layer, in times the even share", ("layer", "highest", "of expert", "lowest", "almost idle"), rows)
     merged = (
         "Of more than 64 experts, neighbours are joined and the fullest of them is shown."
-        if widest < max(map(len, loads))
+        if widest < max(map(len, full))
         else ""
     )
     made = grid(
@@ -71,7 +70,7 @@ def experts(run: Run, marks: Sequence[Mark]) -> Section | Absent:
         "A row for each layer, its experts from left to right. Pale is an even share of tokens, blue less, orange more.",
         list(zip(names, narrow, strict=True)),
         [[around_even(load) for load in row] for row in narrow],
-        x_ticks=_expert_ticks(max(map(len, loads)), widest),
+        x_ticks=_expert_ticks(max(map(len, full)), widest),
         legend=("none", "4 times and more"),
         is_around=True,
         table=table,
@@ -81,8 +80,8 @@ def experts(run: Run, marks: Sequence[Mark]) -> Section | Absent:
         "chart-experts",
         "Fullest expert over the run, in times the even share",
         [
-            facts.curve("fullest layer", records, lambda each: max(_fullest(each), default=None)),
-            facts.curve("mean of layers", records, lambda each: mean(_fullest(each))),
+            facts.curve("fullest layer", told.rows, "fullest"),
+            facts.curve("mean of layers", told.rows, "mean"),
         ],
         texts.number,
         marks=marks,
@@ -99,11 +98,6 @@ def _expert_ticks(experts: int, columns: int) -> list[Tick]:
     if columns < experts:
         return [Tick(0, "expert 0"), Tick(100, f"{experts - 1}")]
     return [Tick(100 * (at + 0.5) / columns, f"{at}") for at in range(0, columns, max(1, columns // 8))]
-
-
-def _fullest(record: Experts) -> list[float]:
-    """The fullest expert of each layer, in times the even share."""
-    return [max(share or 0.0 for share in shares) * len(shares) for shares in record.layers.values() if shares]
 
 
 def modules(run: Run) -> Section | Absent:

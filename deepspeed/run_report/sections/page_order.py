@@ -43,5 +43,6 @@ def sections(run: Run) -> tuple[list[Section], list[Absent]]:
 def _marks(run: Run) -> list[Mark]:
     """Saved checkpoints and restarts, by step."""
     marks = [Mark(each.step, "save") for each in facts.checkpoints(run) if each.action == "save" and each.step is not None]
-    marks += [Mark(attempt.steps[0].step, "restart") for attempt in run.attempts[1:] if attempt.steps]
+    firsts = [attempt.steps.column("step")[:1] for attempt in run.attempts[1:]]
+    marks += [Mark(float(step), "restart") for first in firsts for step in first]
     return sorted(marks, key=lambda mark: mark.step)

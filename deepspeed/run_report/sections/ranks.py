@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from deepspeed.run_report import facts, texts
 from deepspeed.run_report.charts import Mark, line_chart, stacked_chart
-from deepspeed.run_report.grids import grid, joined, of_one
+from deepspeed.run_report.columns import Numbers
+from deepspeed.run_report.grids import grid, of_one
 from deepspeed.run_report.reading import Run
 from deepspeed.run_report.scales import step_scale, step_ticks
 from deepspeed.run_report.sections.kinds import ROWS, Absent, Block, Section, left_out, per_second
@@ -83,7 +85,7 @@ def _drawn_ranks(memory: facts.Memory) -> list[int]:
 def phases(run: Run, marks: Sequence[Mark]) -> Section | Absent:
     """Where a step's time goes."""
     phases = facts.phases(run)
-    if not phases.steps:
+    if len(phases.steps) == 0:
         return Absent(
             "Where a step's time goes",
             "every rank writes the seconds of forward, backward, reduction and step with each reported step; none did yet",
@@ -162,31 +164,28 @@ def _role(rank: int, found: facts.Waits) -> str:
 
 def _wait_grid(found: facts.Waits) -> list[Block]:
     """Waits of each rank over steps, as parts of the longest wait of those steps."""
-    steps = sorted({step for curve in found.by_step.values() for step in curve.steps})
+    steps = np.unique(np.concatenate([curve.steps for curve in found.by_step.values()]))
     if len(steps) < 2:
         return []
-    ranks = sorted(found.by_step)[:64]
-    by_rank = {rank: dict(zip(found.by_step[rank].steps, found.by_step[rank].values, strict=True)) for rank in ranks}
-    rows = joined([[by_rank[rank].get(step) or 0.0 for step in steps] for rank in ranks], _GRID_COLUMNS)
-    longest = [max(column) or 1.0 for column in zip(*rows, strict=True)]
-    colours = [[of_one(value / most) for value, most in zip(row, longest, strict=True)] for row in rows]
-    named = [(f"rank {rank}", row) for rank, row in zip(ranks, rows, strict=True)]
-    parts = texts.number
+    drawn = {f"rank {rank}": found.by_step[rank] for rank in sorted(found.by_step)[:64]}
+    waited = np.stack([_longest_waits(curve, steps) for curve in drawn.values()])
+    longest = waited.max(axis=0)
+    parts = waited / np.where(longest, longest, 1.0)
     table = Table(
         "Waited seconds over the run, by rank",
         ("rank", "first third", "second third", "last third"),
         tuple(
-            (name, *(parts(sum(third)) for third in _thirds([v or 0.0 for v in by_rank[rank].values()])))
-            for rank, (name, _) in zip(ranks, named, strict=True)
+            (name, *(texts.number(float(third.sum())) for third in np.array_split(curve.values, 3)))
+            for name, curve in drawn.items()
         ),
     )
     made = grid(
         "grid-waits",
         "Who waits when",
         "A row for each rank, steps from left to right. Strong: none waits longer there. Weak: the others wait for it.",
-        named,
-        colours,
-        x_ticks=step_ticks(step_scale(steps)),
+        list(zip(drawn, waited.tolist(), strict=True)),
+        [[of_one(part) for part in row] for row in parts.tolist()],
+        x_ticks=step_ticks(step_scale(steps[[0, -1]].tolist())),
         legend=("is waited for", "waits longest"),
         table=table,
         note=left_out(len(found.by_step), "ranks", 64),
@@ -194,9 +193,12 @@ def _wait_grid(found: facts.Waits) -> list[Block]:
     return [Block("grid", made)]
 
 
-def _thirds(values: Sequence[float]) -> list[Sequence[float]]:
-    edges = [at * len(values) // 3 for at in range(4)]
-    return [values[begin:end] for begin, end in itertools.pairwise(edges)]
+def _longest_waits(curve: facts.Curve, steps: Numbers) -> Numbers:
+    """The longest wait in each of at most 60 parts of the steps."""
+    columns = min(len(steps), _GRID_COLUMNS)
+    found = np.zeros(columns)
+    np.maximum.at(found, np.searchsorted(steps, curve.steps) * columns // len(steps), curve.values)
+    return found
 
 
 def _part(value: float, of: float) -> str:

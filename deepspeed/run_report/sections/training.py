@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from deepspeed.run_log import Step
+import numpy as np
+
 from deepspeed.run_report import facts, texts
 from deepspeed.run_report.charts import Mark, line_chart
+from deepspeed.run_report.columns import Rows
 from deepspeed.run_report.facts import Curve, curve
 from deepspeed.run_report.sections.kinds import Absent, Section, of_charts
 
 __all__ = ["precision", "speed", "training"]
 
-_DRAWN_GROUPS = 8
-
 
 def training(told: facts.Steps, marks: Sequence[Mark]) -> Section | Absent:
     """Loss, learning rate, gradient norm, and other values by name."""
     number = texts.number
-    more = list(dict.fromkeys(name for step in told.kept for name in step.more or {}))
+    more = told.kept.names("more")
     loss = line_chart(
         "chart-loss",
         "Loss",
-        [curve("loss", told.kept, lambda step: step.loss), *(_more(name, told.kept) for name in more if "loss" in name)],
+        [curve("loss", told.kept, "loss"), *(_more(name, told.kept) for name in more if "loss" in name)],
         number,
-        faint=[curve("loss given up", told.redone, lambda step: step.loss)] if told.redone else (),
+        faint=[curve("loss given up", told.redone, "loss")] if len(told.redone) else (),
         marks=marks,
         may_be_log=True,
     )
@@ -36,7 +36,7 @@ def training(told: facts.Steps, marks: Sequence[Mark]) -> Section | Absent:
     norm = line_chart(
         "chart-norm",
         "Gradient norm",
-        [curve("gradient norm", told.kept, lambda step: step.grad_norm)],
+        [curve("gradient norm", told.kept, "grad_norm")],
         number,
         marks=marks,
         may_be_log=True,
@@ -50,9 +50,9 @@ def training(told: facts.Steps, marks: Sequence[Mark]) -> Section | Absent:
 
 def precision(told: facts.Steps, marks: Sequence[Mark]) -> Section | Absent:
     """The loss scale and skipped steps, where either moved."""
-    scale = curve("loss scale", told.kept, lambda step: step.loss_scale)
-    skipped = curve("skipped", told.kept, lambda step: step.skipped)
-    if len(set(scale.known)) < 2 and not any(skipped.known):
+    scale = curve("loss scale", told.kept, "loss_scale")
+    skipped = curve("skipped", told.kept, "skipped")
+    if len(np.unique(scale.known)) < 2 and not skipped.known.any():
         return Absent(
             "Loss scale and skipped steps",
             'the scale did not change and no step was skipped; "fp16": {"enabled": true} has a dynamic one',
@@ -73,7 +73,7 @@ def speed(told: facts.Steps, marks: Sequence[Mark]) -> Section | Absent:
     samples = line_chart(
         "chart-samples",
         "Samples per second",
-        [curve("samples per second", told.kept, lambda step: step.samples_per_second)],
+        [curve("samples per second", told.kept, "samples_per_second")],
         texts.number,
         marks=marks,
         from_zero=True,
@@ -81,19 +81,19 @@ def speed(told: facts.Steps, marks: Sequence[Mark]) -> Section | Absent:
     seconds = line_chart(
         "chart-seconds",
         "Seconds per step",
-        [curve("seconds per step", told.kept, lambda step: step.seconds)],
+        [curve("seconds per step", told.kept, "seconds")],
         texts.seconds,
         "seconds",
         marks=marks,
         from_zero=True,
     )
-    mfu = curve("MFU", told.kept, lambda step: step.mfu)
-    flops = curve("FLOPS", told.kept, lambda step: step.flops_per_second)
+    mfu = curve("MFU", told.kept, "mfu")
+    flops = curve("FLOPS", told.kept, "flops_per_second")
     use = (
         line_chart(
             "chart-mfu", "MFU: share of the device's peak FLOPS", [mfu], texts.share, "share", marks=marks, from_zero=True
         )
-        if mfu.known
+        if len(mfu.known)
         else line_chart("chart-flops", "FLOPS", [flops], _flops, "rate", marks=marks, from_zero=True)
     )
     intro = (
@@ -105,21 +105,21 @@ def speed(told: facts.Steps, marks: Sequence[Mark]) -> Section | Absent:
     return made or Absent("Speed", "rank 0 writes samples per second with each reported step; no step is in the log yet")
 
 
-def _more(name: str, steps: Sequence[Step]) -> Curve:
-    return facts.curve(name, [step for step in steps if name in (step.more or {})], lambda step: (step.more or {})[name])
+def _more(name: str, steps: Rows) -> Curve:
+    """Another value, at the steps that have it."""
+    whole = curve(name, steps, name, "more")
+    is_known = ~np.isnan(whole.values)
+    return Curve(name, whole.steps[is_known], whole.values[is_known])
 
 
-def _rates(steps: Sequence[Step]) -> list[Curve]:
+def _rates(steps: Rows) -> list[Curve]:
     """A curve for each group of parameters; those that are equal throughout are one."""
-    groups = max((len(step.lr or ()) for step in steps), default=0)
-    curves = [_rate(at, steps) for at in range(min(groups, _DRAWN_GROUPS))]
-    different = {curve.values: curve for curve in reversed(curves)}
-    found = [curve for curve in curves if different[curve.values] is curve]
-    return found if len(found) > 1 else [Curve("learning rate", each.steps, each.values) for each in found]
-
-
-def _rate(group: int, steps: Sequence[Step]) -> Curve:
-    return curve(f"group {group}", steps, lambda step: step.lr[group] if step.lr and group < len(step.lr) else None)
+    curves: list[Curve] = []
+    for group in steps.names("lr"):
+        rate = curve(f"group {group}", steps, group, "lr")
+        if not any(np.array_equal(rate.values, other.values, equal_nan=True) for other in curves):
+            curves.append(rate)
+    return curves if len(curves) > 1 else [Curve("learning rate", each.steps, each.values) for each in curves]
 
 
 def _flops(value: float | None) -> str:

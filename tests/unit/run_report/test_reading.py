@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed.run_log import Start, Step
 from deepspeed.run_report import RunLogNotFoundError, RunReader, read_run
 from tests.support import run_logs
 from tests.support.run_logs import BEGIN, end, rank_step, start, step, write
@@ -28,8 +28,8 @@ def test_a_run_has_its_ranks_and_their_records(tmp_path: Path) -> None:
     assert sorted(attempt.ranks) == [0, 1]
     assert attempt.world_size == 2
     assert attempt.missing_ranks == ()
-    assert [each.step for each in attempt.steps] == [1]
-    assert {rank: len(records) for rank, records in attempt.rank_steps.items()} == {0: 1, 1: 1}
+    assert attempt.steps.column("step").tolist() == [1]
+    assert {rank: len(told.rank_steps) for rank, told in attempt.ranks.items()} == {0: 1, 1: 1}
     assert attempt.first is not None
     assert attempt.first.model == "GPT"
     assert (run.unread, run.cut_off, run.unknown_kinds) == ((), (), {})
@@ -42,7 +42,7 @@ def test_a_line_that_is_cut_off_is_left_out_and_said(tmp_path: Path) -> None:
     run = read_run(tmp_path)
     assert run.cut_off == ("rank-00001.jsonl",)
     assert run.unread == ()
-    assert len(run.attempts[0].rank_steps[1]) == 1
+    assert len(run.attempts[0].ranks[1].rank_steps) == 1
 
 
 def test_unknown_kinds_and_keys_are_passed_over(tmp_path: Path) -> None:
@@ -73,15 +73,16 @@ def test_a_line_that_cannot_be_read_is_named_and_the_others_are_read(tmp_path: P
     (unread,) = run.unread
     assert (unread.file, unread.line) == ("rank-00000.jsonl", 5)
     assert why in unread.why
-    assert [each.step for each in run.attempts[0].steps] == [1, 2]
+    assert run.attempts[0].steps.column("step").tolist() == [1, 2]
 
 
 def test_values_that_are_null_or_nan_are_not_known(tmp_path: Path) -> None:
     write(tmp_path, {0: [start(0)]})
     with (tmp_path / "rank-00000.jsonl").open("a") as file:
         file.write('{"kind": "step", "time": 1.0, "step": 1, "loss": NaN, "lr": [null], "grad_norm": null}\n')
-    (only,) = read_run(tmp_path).attempts[0].steps
-    assert (only.loss, only.lr, only.grad_norm, only.seconds) == (None, [None], None, None)
+    told = read_run(tmp_path).attempts[0].steps
+    unknown = [told.column("loss"), told.column("0", "lr"), told.column("grad_norm"), told.column("seconds")]
+    assert np.isnan(unknown).tolist() == [[True]] * 4
 
 
 def test_restarts_make_attempts_over_all_ranks(tmp_path: Path) -> None:
@@ -134,7 +135,7 @@ def test_a_reader_takes_what_was_appended_once_its_line_has_ended(tmp_path: Path
         file.write(line[20:])
         file.flush()
         assert reader.read_more()
-    assert [each.step for each in reader.run().attempts[0].steps] == [1]
+    assert reader.run().attempts[0].steps.column("step").tolist() == [1]
     write(tmp_path, {1: [start(1)]})  # a rank whose file comes later
     assert reader.read_more()
     assert sorted(reader.run().attempts[0].ranks) == [0, 1]
@@ -200,7 +201,7 @@ def test_every_line_is_a_record_or_named(tmp_path_factory: pytest.TempPathFactor
     head = json.dumps(start(0)).encode()
     (folder / "rank-00000.jsonl").write_bytes(b"".join(line + b"\n" for line in [head, *lines]))
     run = read_run(folder)
-    records = sum(len(mine) for attempt in run.attempts for mine in attempt.ranks.values())
+    records = sum(mine.count for attempt in run.attempts for mine in attempt.ranks.values())
     blank = sum(1 for line in lines if not line.strip())
     assert records + len(run.unread) + sum(run.unknown_kinds.values()) + blank == 1 + len(lines)
 
@@ -209,8 +210,8 @@ def test_the_made_up_run_reads_without_a_fault(tmp_path: Path) -> None:
     run = read_run(run_logs.whole(tmp_path, steps=60))
     assert (run.unread, run.unknown_kinds, run.cut_off) == ((), {}, ())
     assert len(run.attempts) == 2
-    assert [isinstance(attempt.ranks[0][0], Start) for attempt in run.attempts] == [True, True]
-    assert run.told_by_one(Step)[-1].step == 60
+    assert [sorted(attempt.starts) for attempt in run.attempts] == [[0, 1, 2, 3]] * 2
+    assert run.attempts[-1].steps.column("step")[-1] == 60
 
 
 def test_absent_values_of_every_kind_are_not_known(tmp_path: Path) -> None:
@@ -226,7 +227,7 @@ def test_absent_values_of_every_kind_are_not_known(tmp_path: Path) -> None:
     ]
     run = read_run(write(tmp_path, {0: kinds}))
     assert run.unread == ()
-    assert len(run.attempts[0].ranks[0]) == len(kinds)
+    assert run.attempts[0].ranks[0].count == len(kinds)
 
 
 def test_a_clock_that_was_set_back_does_not_turn_attempts_round(tmp_path: Path) -> None:
@@ -236,7 +237,7 @@ def test_a_clock_that_was_set_back_does_not_turn_attempts_round(tmp_path: Path) 
     write(tmp_path, {0: [*first, *again], 1: [start(1), end(1, BEGIN + 2, "RuntimeError: x"), start(1, BEGIN - 1000)]})
     write(tmp_path, {2: [start(2)]})
     attempts = read_run(tmp_path).attempts
-    assert [[each.step for each in attempt.steps] for attempt in attempts] == [[1], [2]]
+    assert [attempt.steps.column("step").tolist() for attempt in attempts] == [[1], [2]]
     assert [sorted(attempt.ranks) for attempt in attempts] == [[0, 1, 2], [0, 1]]
 
 
@@ -253,7 +254,7 @@ def test_a_file_that_cannot_be_opened_is_named_and_the_others_are_read(tmp_path:
     (tmp_path / "rank-00001.jsonl").mkdir()  # as one of another user's: opening it fails
     run = read_run(tmp_path)
     assert [str(each) for each in run.unread] == ["rank-00001.jsonl, the whole file: Is a directory"]
-    assert [each.step for each in run.attempts[0].steps] == [1]
+    assert run.attempts[0].steps.column("step").tolist() == [1]
 
 
 def test_a_folder_whose_files_cannot_be_opened_says_why(tmp_path: Path) -> None:

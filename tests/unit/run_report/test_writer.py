@@ -9,6 +9,7 @@ from typing import Any
 from deepspeed import run_log
 from deepspeed.run_log import RunLogWriter
 from deepspeed.run_report import read_run
+from deepspeed.run_report.lines import record_of
 
 _WRITTEN: list[Any] = [
     run_log.Start(
@@ -31,8 +32,9 @@ def test_every_value_of_every_kind_arrives(tmp_path: Path) -> None:
     writer.close()
     run = read_run(tmp_path)
     assert (run.unread, run.unknown_kinds, run.cut_off) == ((), {}, ())
-    (attempt,) = run.attempts
-    for written, read in zip(_WRITTEN, attempt.ranks[0], strict=True):
+    assert [attempt.ranks[0].count for attempt in run.attempts] == [len(_WRITTEN)]
+    for written, line in zip(_WRITTEN, writer.path.read_bytes().splitlines(), strict=True):
+        read = record_of(line)
         assert isinstance(read, type(written))
         assert _plain(asdict(read)) == _plain({**asdict(written), "time": 1234.5})
 
