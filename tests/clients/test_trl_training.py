@@ -27,20 +27,23 @@ def _in_turn(rank: int, world_size: int, folder: Path) -> dict[Run, Trained]:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Run, Trained]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Run, Trained]]:
     """Every run in one process for each rank: loading TRL takes as long as ten runs, and engines follow each other."""
     folder = tmp_path_factory.mktemp("runs")
     save_models(folder)
-    found: dict[Run, Trained] = run_ranks(_in_turn, 2, folder, init=False, timeout_seconds=500)[0]
+    found: list[dict[Run, Trained]] = run_ranks(_in_turn, 2, folder, init=False, timeout_seconds=500)
     return found
 
 
 @pytest.mark.parametrize("run", _RUNS, ids=str)
-def test_a_trainer_trains_as_it_does_under_ddp(results: dict[Run, Trained], run: Run) -> None:
-    assert_same_training(results[run], results[Run(run.trainer, None)])
+def test_a_trainer_trains_as_it_does_under_ddp(results: list[dict[Run, Trained]], run: Run) -> None:
+    for rank, of_rank in enumerate(results):
+        assert_same_training(of_rank[run], of_rank[Run(run.trainer, None)])
+        assert bool(of_rank[run].saved) is (rank == 0)
 
 
-def test_rewards_differ_so_that_there_is_something_to_learn(results: dict[Run, Trained]) -> None:
-    rows = results[Run("grpo", None)].rows[:-1]
-    assert all(row["reward_std"] > 0 for row in rows)
-    assert any(row["kl"] != 0 for row in rows)
+def test_rewards_differ_so_that_there_is_something_to_learn(results: list[dict[Run, Trained]]) -> None:
+    for of_rank in results:
+        rows = of_rank[Run("grpo", None)].rows[:-1]
+        assert all(row["reward_std"] > 0 for row in rows)
+        assert any(row["kl"] != 0 for row in rows)

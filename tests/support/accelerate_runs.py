@@ -17,9 +17,20 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-from tests.support.clients import Sentences, tiny_llama
+from tests.support.clients import Sentences, tiny_llama, whole_weights
 
-__all__ = ["RATE", "Recipe", "build_accelerator", "fits", "loader", "prepared", "prepared_parts", "trained", "weights"]
+__all__ = [
+    "RATE",
+    "Recipe",
+    "assert_same_weights",
+    "build_accelerator",
+    "fits",
+    "loader",
+    "prepared",
+    "prepared_parts",
+    "trained",
+    "weights",
+]
 
 RATE = 5e-3
 WARMUP_STEPS = 4
@@ -139,13 +150,28 @@ def fits(
 
 
 def weights(accelerator: Any, model: Any) -> dict[str, Tensor] | None:
-    """Whole weights of a prepared model, on rank 0 where only that one has them."""
+    """Whole weights of a prepared model: what Accelerate hands out, which must be the model's own.
+
+    At ZeRO stage 3 it hands them to rank 0, and other ranks gather theirs. None on a rank that holds parts of layers.
+    """
     state = accelerator.get_state_dict(model)
+    own = accelerator.unwrap_model(model)
+    if any(hasattr(param, "ds_id") for param in own.parameters()):
+        held = whole_weights(own)
+        assert state is None or all(torch.equal(state[name], value) for name, value in held.items())
+        state = held if state is None else state
     return None if state is None else {name: value.detach().float().cpu().clone() for name, value in state.items()}
 
 
+def assert_same_weights(got: Any, expected: Any, tolerance: float = 0.0) -> None:
+    """Fail unless what two ranks got of `weights` agrees, to the bit unless a tolerance says otherwise."""
+    assert got.keys() == expected.keys() != set()
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, rtol=0, atol=tolerance, msg=lambda told, name=name: f"{name}: {told}")
+
+
 def trained(rank: int, world_size: int, recipe: Recipe) -> dict[str, Any]:
-    """Train by the recipe. Returns losses, norms, rates and the last weights (None but on rank 0 at ZeRO stage 3)."""
+    """Train by the recipe. Returns losses, norms, rates and the last weights."""
     accelerator = build_accelerator(recipe)
     model, optimizer, batches, scheduler = prepared(accelerator, recipe)
     seen: dict[str, Any] = {"losses": [], "norms": [], "rates": []}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 VOCABULARY = 64
@@ -51,6 +51,16 @@ class Sentences(Dataset[dict[str, Tensor]]):
     def __getitem__(self, row: int) -> dict[str, Tensor]:
         tokens_T = self._tokens_RT[row]
         return {"input_ids": tokens_T, "attention_mask": torch.ones_like(tokens_T), "labels": tokens_T.clone()}
+
+
+def whole_weights(module: nn.Module) -> dict[str, Tensor]:
+    """A copy of every parameter by name, on every rank, gathered where ZeRO stage 3 shards it. All ranks call it."""
+    import deepspeed
+
+    named = dict(module.named_parameters())
+    sharded = [param for param in named.values() if hasattr(param, "ds_id")]
+    with deepspeed.zero.GatheredParameters(sharded, enabled=bool(sharded)):
+        return {name: param.detach().clone() for name, param in named.items()}
 
 
 def on_gloo(client: Mapping[str, str] | None = None) -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.support.clients import VOCABULARY, tiny_llama, tiny_llama_config
+from tests.support.clients import VOCABULARY, tiny_llama, tiny_llama_config, whole_weights
 from tests.support.trainer import arguments, auto_config
 
 UPDATES = 4
@@ -42,13 +42,16 @@ class Run(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """What rank 0 has after a run."""
+    """What a rank has after a run."""
 
     rows: list[dict[str, float]]
     """Metrics of each update, and of the whole."""
 
     saved: dict[str, Tensor]
-    """The weights."""
+    """The weights that the trainer has saved, on rank 0; nothing elsewhere."""
+
+    weights: dict[str, Tensor]
+    """The whole weights of the model, on every rank."""
 
     wrapper: str
     """The class of what the client trained the model in."""
@@ -71,7 +74,7 @@ def trained(run: Run, folder: Path) -> Trained:
     trainer.save_model(str(own / "saved"))
     rows = [_metrics(row) for row in trainer.state.log_history]
     saved = _saved(own / "saved") if dist.get_rank() == 0 else {}
-    return Trained(rows, saved, type(trainer.model_wrapped).__name__)
+    return Trained(rows, saved, whole_weights(trainer.model), type(trainer.model_wrapped).__name__)
 
 
 def assert_same_training(got: Trained, expected: Trained) -> None:
@@ -87,10 +90,12 @@ def assert_same_training(got: Trained, expected: Trained) -> None:
         assert ours.keys() == theirs.keys()
         for name, value in theirs.items():
             assert ours[name] == pytest.approx(value, rel=1e-4 if name == "grad_norm" else 1e-5, abs=1e-5), name
-    assert got.saved.keys() == expected.saved.keys() != set()
-    for name, tensor in expected.saved.items():
-        assert got.saved[name].shape == tensor.shape, name
-        assert (got.saved[name] - tensor).abs().mean() <= 1e-5, name
+    assert expected.weights.keys() != set()
+    for ours, theirs in ((got.saved, expected.saved), (got.weights, expected.weights)):
+        assert ours.keys() == theirs.keys()
+        for name, tensor in theirs.items():
+            assert ours[name].shape == tensor.shape, name
+            assert (ours[name] - tensor).abs().mean() <= 1e-5, name
 
 
 def _metrics(row: Mapping[str, Any]) -> dict[str, float]:
