@@ -34,7 +34,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.failures import NotInitializedError
-from deepspeed.comm.follow import FOLLOW, Form, Places, nbytes_of
+from deepspeed.comm.follow import FOLLOW, Form, Places
 from deepspeed.comm.meter import METER
 from deepspeed.comm.recorder import RECORDER, table
 from deepspeed.comm.stragglers import compare, waits_table
@@ -84,7 +84,7 @@ def _watched(
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             try:
                 if RECORDER.enabled or METER.is_on:
-                    return cast("R", _timed(run, function.__name__, signature, payload, is_part, args, kwargs))
+                    return cast("R", _timed(run, function.__name__, places, is_part, args, kwargs))
                 if kwargs:
                     _drop_tail(kwargs)
                 return run(*args, **kwargs)
@@ -138,8 +138,7 @@ class _TimedWork:
 def _timed(
     function: Callable[..., Any],
     operation: str,
-    signature: inspect.Signature,
-    payload: str | None,
+    places: Places,
     is_part: bool,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -152,9 +151,8 @@ def _timed(
         return function(*args, **kwargs)
     if RECORDER.debug:
         name = f"{name} | [Caller Func: {debug or sys._getframe(2).f_code.co_name}]"
-    given = signature.bind(*args, **kwargs).arguments
-    world_size = dist.get_world_size(given.get("group"))
-    nbytes = (nbytes_of(given.get(payload)) if payload else 0) * (world_size if is_part else 1)
+    world_size = dist.get_world_size(places.group(args, kwargs))
+    nbytes = places.nbytes(args, kwargs) * (world_size if is_part else 1)
     synchronize = get_accelerator().synchronize if is_logged else _nothing
     synchronize()
     start = time.perf_counter()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -50,7 +51,7 @@ def open_log(request: EngineRequest, cadence: Cadence, terms: Terms) -> StepLog 
         is_first=request.mesh.rank == 0,
         batch_size=terms.batch.train,
         world_size=world.size,
-        memory=lambda: _memory(terms.device),
+        memory=partial(_memory, HostMemory(), terms.device),
     )
 
 
@@ -103,8 +104,8 @@ def _peak_flops(request: EngineRequest, terms: Terms) -> float | None:
     return peak_flops_of(get_accelerator().product_name(), dtype.itemsize)
 
 
-def _memory(device: torch.device) -> Memory:
-    host = HostMemory().resident_nbytes()
+def _memory(host_memory: HostMemory, device: torch.device) -> Memory:
+    host = host_memory.resident_nbytes()
     if device.type == "cpu":
         return Memory(host, None, None)
     accelerator = get_accelerator()

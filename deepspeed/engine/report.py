@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from deepspeed import comm
+from deepspeed.comm.sums import all_reduce_now
 from deepspeed.common.logging import log_dist
 from deepspeed.common.texts import aligned
 from deepspeed.common.timing import NullTimers, ThroughputTimer, Timers
@@ -162,8 +163,9 @@ class StepReport:
             return None
         total = torch.stack([self._loss_sum.double(), self._loss_sum.new_tensor(float(self._losses)).double()])
         if self.axis.size > 1:
-            comm.all_reduce(total, group=self.axis.group)
-        return float(total[0] / total[1])
+            all_reduce_now(total, self.axis.group)
+        loss, count = total.tolist()
+        return float(loss / count)
 
     def step_done(self, summary: StepSummary) -> None:
         """Write one reported step. Collective over the axis where the model has experts."""

@@ -238,13 +238,12 @@ class StepLog:
 
     def step(self, summary: StepSummary, more: Mapping[str, float]) -> None:
         """See `StepLogger`."""
-        seconds = self._seconds_per_step()
-        if self._is_first:
-            self._writer.write(self._of_run(summary, seconds, {**more, **self._noted}))
-        self._noted.clear()
-        window, memory = self._window, self._memory()
+        seconds, window = self._seconds_per_step(), self._window
         phases, calls, waited_seconds = window.phases(), window.comm(), window.waited_seconds()
-        self._writer.write(RankStep(summary.global_step, *memory, phases, calls, waited_seconds))
+        of_rank = RankStep(summary.global_step, *self._memory(), phases, calls, waited_seconds)
+        of_run = [self._of_run(summary, seconds, {**more, **self._noted})] if self._is_first else []
+        self._writer.write(*of_run, of_rank)
+        self._noted.clear()
         self._window = _Window(self._meter)
 
     def _seconds_per_step(self) -> float | None:

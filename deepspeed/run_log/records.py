@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any, ClassVar
 
 from pydantic import JsonValue
@@ -231,12 +231,15 @@ KINDS: Mapping[str, type[Record]] = {
 
 def line_of(record: Record, time_seconds: float) -> str:
     """Write a record down as one line, without the line's end; `time_seconds` are those since 1970."""
-    plain = {"kind": record.kind, **_members(record), "time": time_seconds}
-    return json.dumps({key: _plain(value) for key, value in plain.items()}, allow_nan=False, separators=(",", ":"))
+    return _ENCODER.encode({"kind": record.kind, **_members(record), "time": time_seconds})
 
 
-def _members(record: Any) -> dict[str, Any]:
-    return {each.name: getattr(record, each.name) for each in fields(record)}
+_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
+
+
+def _members(record: Any) -> dict[str, JsonValue]:
+    """By name. A dataclass without slots has its fields and nothing else in its dict, which is read faster than `fields`."""
+    return {name: _plain(value) for name, value in vars(record).items()}
 
 
 def _plain(value: Any) -> JsonValue:
@@ -245,10 +248,10 @@ def _plain(value: Any) -> JsonValue:
         return value
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
-    if isinstance(value, Mapping):
+    if isinstance(value, dict | Mapping):  # the first is the usual one, and asked faster
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [_plain(inner) for inner in value]
     if is_dataclass(value):
-        return {key: _plain(inner) for key, inner in _members(value).items()}
+        return _members(value)
     return str(value)

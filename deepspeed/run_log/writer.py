@@ -1,4 +1,4 @@
-"""One rank's file of a run log: records are appended, and each is with the operating system when `write` returns.
+"""One rank's file of a run log: records are appended, and are with the operating system when `write` returns.
 
 So a run that is killed keeps all of its records but, at worst, the end of the last line; whoever appends next begins a line
 of its own. Called by `engine.step_log`.
@@ -50,17 +50,19 @@ class RunLogWriter:
                 "write to in run_log.output_path, or leave the block out."
             ) from error
 
-    def write(self, record: Record) -> None:
-        """Append a record; nothing once closed, nor in a forked child, whose end is not the run's.
+    def write(self, *records: Record) -> None:
+        """Append records, together; nothing once closed, nor in a forked child, whose end is not the run's.
 
         A log is no reason to end a run: where the file takes no more, that is said once, and nothing follows.
         """
         if self._file is None or os.getpid() != self._owner_pid:
             return
-        line = ("\n" if self._was_cut else "") + line_of(record, self._clock_seconds()) + "\n"
+        now = self._clock_seconds()
+        lines = [line_of(record, now) + "\n" for record in records]
+        text = ("\n" if self._was_cut else "") + "".join(lines)
         self._was_cut = False
         try:
-            _write_all(self._file, line.encode())
+            _write_all(self._file, text.encode())
         except OSError as error:
             self.close()
             warn_once(

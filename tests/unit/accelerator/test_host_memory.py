@@ -1,8 +1,22 @@
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
+import psutil
+import pytest
+
 from deepspeed.accelerator.host_memory import HostMemory
+
+
+def test_what_is_held_is_what_psutil_says() -> None:
+    held = HostMemory().resident_nbytes()
+    assert held == pytest.approx(psutil.Process().memory_info().rss, rel=0.05)  # the two ask one after the other
+
+
+def test_what_is_held_is_read_from_the_kernels_pages(tmp_path: Path) -> None:
+    (tmp_path / "statm").write_text("900 700 20 1 0 300 0\n")
+    assert HostMemory(tmp_path).resident_nbytes() == 700 * resource.getpagesize()
 
 
 def test_the_peak_is_the_kernels_where_the_kernel_tells_it(tmp_path: Path) -> None:

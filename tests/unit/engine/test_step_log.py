@@ -146,6 +146,16 @@ def test_speed_in_operations_is_known_once_a_step_was_profiled(tmp_path: Path) -
     assert record["more"] == {"aux": 0.5}
 
 
+def test_what_a_rank_tells_of_a_step_is_written_in_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[str]] = []
+    monkeypatch.setattr(RunLogWriter, "write", lambda _, *records: calls.append([each.kind for each in records]))
+    logs = [_log(tmp_path, Clock(), is_first=is_first) for is_first in (True, False)]
+    for log in logs:
+        log.step_ended(1, NullTimers())
+        log.step(_summary(1), {})
+    assert calls == [["step", "rank_step"], ["rank_step"]]
+
+
 def test_noted_values_stand_with_the_next_step_alone(tmp_path: Path) -> None:
     log = _log(tmp_path, Clock())
     log.note("eval_loss", 0.25)

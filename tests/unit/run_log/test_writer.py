@@ -73,6 +73,30 @@ def test_a_full_disk_is_said_once_and_ends_nothing(tmp_path: Path, caplog: pytes
     assert "takes no more records (No space left on device)" in line
 
 
+class _Counted:
+    def __init__(self) -> None:
+        self.calls: list[bytes] = []
+
+    def write(self, data: memoryview) -> int:
+        self.calls.append(bytes(data))
+        return len(data)
+
+    def close(self) -> None:
+        pass
+
+
+def test_records_of_one_moment_are_one_system_call_and_a_line_each(tmp_path: Path) -> None:
+    writer = RunLogWriter(tmp_path, 0)
+    assert writer._file is not None
+    writer._file.close()
+    writer._file = counted = _Counted()  # type: ignore[assignment]
+    writer.write(End(1, "done"), End(2, "done"))
+    (data,) = counted.calls
+    assert [json.loads(line)["step"] for line in data.splitlines()] == [1, 2]
+    assert data.endswith(b"\n")
+    writer.close()
+
+
 def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
     writer = RunLogWriter(tmp_path, 0)
     child = multiprocessing.get_context("fork").Process(target=writer.write, args=(End(1, "the child's"),))
