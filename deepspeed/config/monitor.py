@@ -108,7 +108,8 @@ class RunLogConfig(ConfigModel):
     """Directory; empty is the working directory."""
 
     job_name: str = Field("DeepSpeedJobName", min_length=1)
-    """Directory of this run below `output_path`. A later run appends to the files there."""
+    """Directory of this run below `output_path`. A later run appends to the files there; an engine that is made while
+    another one of the process writes there has a directory of its own in it, `engine-2` and so on."""
 
     every: PositiveWhole = 1
     """Global steps from one reported step to the next; > 0. The first rank's value counts for all."""

@@ -129,7 +129,7 @@ def _choose_parts(request: EngineRequest, terms: Terms) -> EngineParts:
     for flat in partition.flats:
         flat.on_replaced = partial(_let_go, partition, coordinator, trained.reducer if trained is not None else None)
     cast_module(module, terms.policy)
-    report = _report(request, terms)
+    report = _report(request, terms, trains=trained is not None)
     return EngineParts(
         module=module,
         config=config,
@@ -264,7 +264,8 @@ def _let_go(partition: Partition, coordinator: ParameterCoordinator | None, redu
                 stack.callback(optimizer.reload_states)  # parameters may be away: `offload_states`
 
 
-def _report(request: EngineRequest, terms: Terms) -> StepReport:
+def _report(request: EngineRequest, terms: Terms, *, trains: bool) -> StepReport:
+    """Of an engine without an optimizer (a reference model) there are no steps to log: it leaves the file to who trains."""
     cadence = Cadence.of(request.config).of_first(request.mesh.world, terms.device)
     return StepReport(
         request.config,
@@ -275,7 +276,7 @@ def _report(request: EngineRequest, terms: Terms) -> StepReport:
         mark_memory=MemoryTable().mark,
         experts=ExpertReport(request.module, request.mesh.zero_group),
         cadence=cadence,
-        log=open_log(request, cadence, terms),
+        log=open_log(request, cadence, terms) if trains else None,
     )
 
 

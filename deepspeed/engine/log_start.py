@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.host_memory import HostMemory
 from deepspeed.config.secrets import without_secrets
 from deepspeed.engine.stage_facts import agreed
-from deepspeed.engine.step_log import Memory, StepLog, open_writer
+from deepspeed.engine.step_log import Memory, StepLog, next_engine, open_writer
 from deepspeed.profiling.flops_profiler.peaks import peak_flops_of
 from deepspeed.run_log import Start
 from deepspeed.version import version
@@ -37,18 +38,24 @@ _TERA = 1e12
 def open_log(request: EngineRequest, cadence: Cadence, terms: Terms) -> StepLog | None:
     """The log of this rank; None where it writes none. Collective over all ranks where the first one wants a log.
 
+    The first rank says which of several engines this is: others may hold on to one that has gone there.
+
     Raises:
         ArgumentError: the file of a rank cannot be opened; on all ranks.
     """
     if not cadence.logged:
         return None
-    block, world = request.config.run_log, request.mesh.world
-    writer = agreed(lambda: open_writer(block, request.mesh.rank) if block.enabled else None, world)
+    block, world, rank = request.config.run_log, request.mesh.world, request.mesh.rank
+    engine = torch.tensor([next_engine(block, rank)], device=terms.device)
+    if world.size > 1:
+        comm.broadcast(engine, src=world.ranks[0], group=world.group)
+    number = int(engine)
+    writer = agreed(lambda: open_writer(block, rank, number) if block.enabled else None, world)
     if writer is None:
         return None
     return StepLog(
         writer,
-        is_first=request.mesh.rank == 0,
+        is_first=rank == 0,
         batch_size=terms.batch.train,
         world_size=world.size,
         memory=partial(_memory, HostMemory(), terms.device),

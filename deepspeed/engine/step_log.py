@@ -35,13 +35,15 @@ from deepspeed.run_log import (
     Schedule,
     Start,
     Step,
+    engine_folder,
+    free_engine,
 )
 
 if TYPE_CHECKING:
     from deepspeed.config.monitor import RunLogConfig
     from deepspeed.engine.step_summary import StepSummary
 
-__all__ = ["Memory", "NullStepLog", "StepLog", "StepLogger", "open_writer"]
+__all__ = ["Memory", "NullStepLog", "StepLog", "StepLogger", "next_engine", "open_writer"]
 
 _MS_PER_SECOND = 1000.0
 _MOST_CHARACTERS = 2000
@@ -130,13 +132,22 @@ class NullStepLog:
         """Do nothing."""
 
 
-def open_writer(block: RunLogConfig, rank: int) -> RunLogWriter:
-    """The file of this rank.
+def open_writer(block: RunLogConfig, rank: int, engine: int) -> RunLogWriter:
+    """The file of this rank for the `engine`-th engine that trains now (from 1).
 
     Raises:
         ArgumentError: it cannot be opened.
     """
-    return RunLogWriter(Path(block.output_path, block.job_name), rank)
+    return RunLogWriter(engine_folder(_folder(block), engine), rank)
+
+
+def next_engine(block: RunLogConfig, rank: int) -> int:
+    """The number of an engine that is made now: the least that no engine of this process has."""
+    return free_engine(_folder(block), rank)
+
+
+def _folder(block: RunLogConfig) -> Path:
+    return Path(block.output_path, block.job_name)
 
 
 class _Window:

@@ -22,7 +22,7 @@ from deepspeed.run_log.records import (
     Step,
     line_of,
 )
-from deepspeed.run_log.writer import RunLogWriter, file_name
+from deepspeed.run_log.writer import RunLogWriter, engine_folder, file_name, free_engine
 
 __all__ = [
     "FORMAT",
@@ -39,6 +39,8 @@ __all__ = [
     "Schedule",
     "Start",
     "Step",
+    "engine_folder",
     "file_name",
+    "free_engine",
     "line_of",
 ]

@@ -1,13 +1,20 @@
 """One rank's file of a run log: records are appended, and are with the operating system when `write` returns.
 
 So a run that is killed keeps all of its records but, at worst, the end of the last line; whoever appends next begins a line
-of its own. Called by `engine.step_log`.
+of its own. Engines of one process that are there at the same time (a teacher and a student) have a folder each:
+
+    RUN_DIR/rank-00000.jsonl             the first engine; a later one, once the first has ended
+    RUN_DIR/engine-2/rank-00000.jsonl    one that was made while the first was there
+
+Called by `engine.step_log`.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
@@ -16,12 +23,26 @@ from deepspeed.common.logging import warn_once
 from deepspeed.errors import ArgumentError
 from deepspeed.run_log.records import Record, line_of
 
-__all__ = ["RunLogWriter", "file_name"]
+__all__ = ["RunLogWriter", "engine_folder", "file_name", "free_engine"]
+
+_writers: weakref.WeakSet[RunLogWriter] = weakref.WeakSet()
+"""Of this process; a forked child leaves its parent's files alone."""
 
 
 def file_name(rank: int) -> str:
     """Name of a rank's file in the folder of the run."""
     return f"rank-{rank:05d}.jsonl"
+
+
+def engine_folder(folder: Path, engine: int) -> Path:
+    """Where an engine's files lie in the folder of the run: the first one's (1) in the folder itself."""
+    return folder if engine == 1 else folder / f"engine-{engine}"
+
+
+def free_engine(folder: Path, rank: int) -> int:
+    """The least number whose file no engine of this process writes now."""
+    taken = {writer.path for writer in _writers if writer.is_open}
+    return next(n for n in itertools.count(1) if engine_folder(folder, n).absolute() / file_name(rank) not in taken)
 
 
 class RunLogWriter:
@@ -37,7 +58,7 @@ class RunLogWriter:
     """
 
     def __init__(self, folder: Path, rank: int, clock_seconds: Callable[[], float] = time.time) -> None:
-        self.path = folder / file_name(rank)
+        self.path = folder.absolute() / file_name(rank)
         self._clock_seconds = clock_seconds
         self._owner_pid = os.getpid()
         try:
@@ -49,6 +70,12 @@ class RunLogWriter:
                 f"run_log: {self.path} cannot be opened for appending: {error.strerror}. Give a folder that every rank can "
                 "write to in run_log.output_path, or leave the block out."
             ) from error
+        _writers.add(self)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether records are taken still."""
+        return self._file is not None
 
     def write(self, *records: Record) -> None:
         """Append records, together; nothing once closed, nor in a forked child, whose end is not the run's.

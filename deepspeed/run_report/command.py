@@ -32,7 +32,7 @@ def main(words: Sequence[str]) -> int:
     """Run the command; returns the exit status: 0, or 2 where there is no log, no jinja2 or no place for the page."""
     args = _parser().parse_args(words)
     try:
-        run = read_run(args.run_dir)
+        run = read_run(args.run_dir, args.run)
         if args.json:
             sys.stdout.write(json.dumps(as_dict(run, time.time()), indent=1, allow_nan=False) + "\n")
             return 0
@@ -54,6 +54,9 @@ def as_dict(run: Run, now: float) -> dict[str, Any]:
     memory, phases, waits = facts.memory(run), facts.phases(run), facts.waits(run)
     told = {
         "run_dir": str(run.folder),
+        "run": run.number,
+        "runs": max(1, len(run.runs)),
+        "other_engines": list(run.engines),
         **asdict(summarise(run)),
         "findings": [asdict(each) for each in findings(run, now)],
         "peak_nbytes_by_rank": dict(memory.peaks),
@@ -96,5 +99,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", help="the folder that run_log wrote: output_path/job_name")
     parser.add_argument("--out", type=Path, metavar="FILE.html", help="where the page goes; default: RUN_DIR/report.html")
+    parser.add_argument("--run", type=int, metavar="N", help="which run of a folder that has several; default: the newest")
     parser.add_argument("--json", action="store_true", help="print figures instead of writing a page")
     return parser

@@ -8,6 +8,9 @@ A rank starts once in an attempt. In order of time, an attempt ends where a rank
 tells another number of restarts or ranks. Within a file lines count in their order, for a clock may be set back. Where all
 ranks started equally often, the first starts belong together, and so on, however far the clocks of hosts are apart.
 
+Attempts that go on where an earlier one stopped are one run. A launch that begins with the first step again, without a
+checkpoint, under the same name, is a run of its own; readers show the newest unless asked for another.
+
 Does not live here: files (`files`), what a rank told in an attempt (`segments`), numbers (`facts`).
 """
 
@@ -103,6 +106,11 @@ class Attempt:
         return {rank: ends[-1] for rank, ends in found.items() if ends}
 
     @functools.cached_property
+    def first_step(self) -> int | None:
+        """The first step that was reported."""
+        return int(self.steps.column("step")[0]) if len(self.steps) else None
+
+    @functools.cached_property
     def loaded_step(self) -> int | None:
         """The step of the first checkpoint that was loaded."""
         loads = (each.step for each in self.told_by_one(Checkpoint) if each.action == "load")
@@ -128,10 +136,11 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Run:
-    """All that a folder tells."""
+    """All that a folder tells of one run."""
 
     folder: Path
     attempts: tuple[Attempt, ...]
+    """Of this run."""
     unread: tuple[Unread, ...] = ()
     """The first 200 of each file."""
     unread_count: int = 0
@@ -139,6 +148,12 @@ class Run:
     cut_off: tuple[str, ...] = ()
     """Files whose last line has no end: their rank was killed while it wrote, or writes now."""
     unknown_kinds: Mapping[str, int] = field(default_factory=dict)
+    runs: tuple[tuple[Attempt, ...], ...] = ()
+    """The attempts of every run of the folder, this one's too; the newest last."""
+    number: int = 1
+    """Which of them this one is, from 1."""
+    engines: tuple[str, ...] = ()
+    """Folders in this one with the logs of engines that trained beside this one in the same processes."""
 
     @property
     def name(self) -> str:
@@ -150,15 +165,19 @@ class Run:
         return tuple(record for attempt in self.attempts for record in attempt.told_by_one(kind))
 
 
-def read_run(run_dir: Path | str) -> Run:
+def read_run(run_dir: Path | str, number: int | None = None) -> Run:
     """Read a folder once.
 
+    Args:
+        run_dir: the folder that the files of ranks lie in.
+        number: which of its runs, from 1; None: the newest.
+
     Raises:
-        RunLogNotFoundError: there is no record in it.
+        RunLogNotFoundError: there is no record in it, or no such run.
     """
     reader = RunReader(run_dir)
     reader.read_more()
-    return reader.run()
+    return reader.run(number)
 
 
 class RunReader:
@@ -192,11 +211,14 @@ class RunReader:
                 self._files[path] = file
         return is_new
 
-    def run(self) -> Run:
+    def run(self, number: int | None = None) -> Run:
         """What has been read so far.
 
+        Args:
+            number: which of the folder's runs, from 1; None: the newest.
+
         Raises:
-            RunLogNotFoundError: nothing has.
+            RunLogNotFoundError: nothing has, or there is no such run.
         """
         if not self._files and not self._closed:
             raise RunLogNotFoundError(_nothing_in(self.folder))
@@ -214,7 +236,10 @@ class RunReader:
             unknown.update(file.unknown_kinds)
         cut_off = tuple(file.path.name for file in files if file.is_cut_off)
         count = len(self._closed) + sum(file.unread_count for file in files)
-        return Run(self.folder, tuple(_attempts(segments)), unread, count, cut_off, dict(unknown))
+        runs = _runs(_attempts(segments))
+        chosen = _checked(number, len(runs), self.folder)
+        engines = _engines_in(self.folder)
+        return Run(self.folder, runs[chosen - 1], unread, count, cut_off, dict(unknown), runs, chosen, engines)
 
 
 def _files_of(folder: Path) -> list[Path]:
@@ -227,6 +252,19 @@ def _rank_of(path: Path) -> int:
     found = _FILE.fullmatch(path.name)
     assert found is not None  # `_files_of` took no other
     return int(found[1])
+
+
+def _engines_in(folder: Path) -> tuple[str, ...]:
+    return tuple(sorted({path.parent.name for path in folder.glob("engine-*/rank-*.jsonl")}))
+
+
+def _checked(number: int | None, count: int, folder: Path) -> int:
+    """The number of a run that there is; the newest's for None."""
+    if number is not None and not 1 <= number <= count:
+        raise RunLogNotFoundError(
+            f"{folder}: run {number} was asked for, and there are {count}. Give a number from 1 to {count}."
+        )
+    return count if number is None else number
 
 
 def _nothing_in(folder: Path) -> str:
@@ -244,6 +282,23 @@ def _nothing_in(folder: Path) -> str:
     if below:
         return f"{folder}: no rank-*.jsonl here, but in {some([str(path) for path in below], 5)}: give one of these."
     return f"{folder}: no rank-*.jsonl in it. {cure}"
+
+
+def _runs(attempts: Iterable[Attempt]) -> tuple[tuple[Attempt, ...], ...]:
+    runs: list[tuple[Attempt, ...]] = []
+    for attempt in attempts:
+        if not runs or _begins_anew(attempt, runs[-1]):
+            runs.append(())
+        runs[-1] += (attempt,)
+    return tuple(runs)
+
+
+def _begins_anew(attempt: Attempt, before: Iterable[Attempt]) -> bool:
+    """Whether nothing of the run before is in this attempt: neither a checkpoint nor its launcher, nor any of its steps."""
+    start, begins = attempt.first, [step for each in before if (step := each.first_step) is not None]
+    if start is None or start.restarts or start.step or attempt.loaded_step or attempt.first_step is None:
+        return False
+    return bool(begins) and attempt.first_step <= min(begins)
 
 
 def _attempts(segments: Iterable[Segment]) -> list[Attempt]:

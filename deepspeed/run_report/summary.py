@@ -127,7 +127,7 @@ def findings(run: Run, now: float) -> list[Finding]:
     """
     summary = summarise(run)
     found = [*_of_ends(run, summary, now), *_of_ranks(run), *_of_training(run, summary), *_of_memory(summary)]
-    found += [*_of_waits(run), *_of_experts(run), *_of_pipeline(run), *_of_log(run)]
+    found += [*_of_waits(run), *_of_experts(run), *_of_pipeline(run), *_of_folder(run), *_of_log(run)]
     return sorted(found, key=lambda each: ("bad", "watch", "note").index(each.level))
 
 
@@ -254,6 +254,21 @@ def _of_pipeline(run: Run) -> Iterable[Finding]:
     seconds = sum(each.seconds for each in facts.operations(run))
     if covered and seconds > _IN_COLLECTIVES * covered:
         yield Finding("note", f"A rank spends {texts.share(seconds / covered)} of its time in collectives.", "communication")
+
+
+def _of_folder(run: Run) -> Iterable[Finding]:
+    if len(run.runs) > 1:
+        yield Finding(
+            "note",
+            f"This is run {run.number} of {len(run.runs)} in this folder: each began with the first step. "
+            "deepspeed report --run 1 shows the first.",
+            "restarts",
+        )
+    if run.engines:
+        yield Finding(
+            "note",
+            f"Other engines trained in the same processes: {some(run.engines, 5)} in this folder. Each has its own report.",
+        )
 
 
 def _of_log(run: Run) -> Iterable[Finding]:

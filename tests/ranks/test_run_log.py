@@ -182,6 +182,37 @@ def test_the_first_rank_decides_and_ranks_without_the_block_write_nothing(tmp_pa
         assert [record["step"] for record in _of(_read(tmp_path, 0), "step")] == [1, 2]
 
 
+def _two_engines(rank: int, world_size: int, folder: str) -> None:
+    """A teacher that is only asked, two students in turns, and one more once the first is done."""
+    settings, model = config(**_block(folder)), build(Mlp)
+    make_engine(build(Mlp), settings)
+    batches = make_batches(model, 3, 1, world_size)
+    engines = [make_engine(net, settings, optimizer=SGD(net.parameters(), lr=0.1)) for net in (model, build(Mlp))]
+    for steps, engine in zip((3, 2), engines, strict=True):
+        for step in batches[:steps]:
+            engine.backward(engine(*step[0][rank]))
+            engine.step()
+    engines[0].destroy()
+    third = build(Mlp)
+    engines[0] = make_engine(third, settings, optimizer=SGD(third.parameters(), lr=0.1))
+    engines[0].backward(engines[0](*batches[0][0][rank]))
+    engines[0].step()
+    for engine in engines:
+        engine.destroy()
+
+
+def test_engines_that_train_at_the_same_time_have_a_folder_each_and_a_reference_model_none(tmp_path: Path) -> None:
+    run_ranks(_two_engines, 2, str(tmp_path))
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["engine-2", "rank-00000.jsonl", "rank-00001.jsonl"]
+    for rank in (0, 1):
+        told = _read(tmp_path, rank)
+        assert [each["kind"] for each in told if each["kind"] in ("start", "end")] == ["start", "end"] * 2
+        assert [each["step"] for each in _of(told, "rank_step")] == [1, 2, 3, 1]
+        beside = tmp_path / "run" / "engine-2" / f"rank-{rank:05d}.jsonl"
+        kinds = [json.loads(line)["kind"] for line in beside.read_text().splitlines()]
+        assert kinds == ["start", *(["step", "rank_step"] if rank == 0 else ["rank_step"]) * 2, "end"]
+
+
 def _caught(rank: int, world_size: int, folder: str) -> None:
     model = build(Mlp)
     engine = make_engine(model, config(**_block(folder)), optimizer=SGD(model.parameters(), lr=0.1))

@@ -25,11 +25,23 @@ def restarts(run: Run) -> Section:
     head = ("attempt", "begin (UTC)", "lasted", "ranks", "steps", "end")
     starts = Table("Starts and ends", head, rows, is_numeric=False, note=note, is_wide=True)
     blocks = [Block("timeline", history(run, told)), Block("table", starts)]
+    blocks += [Block("table", _runs(run))] if len(run.runs) > 1 else []
     if told:
         blocks.append(Block("table", _checkpoint_table(told, begin)))
     blocks += _errors(run)
     intro = "" if told else "No checkpoint is recorded: engine.save_checkpoint() writes one."
     return Section("restarts", "Checkpoints and restarts", intro, tuple(blocks))
+
+
+def _runs(run: Run) -> Table:
+    """The runs of the folder, a line each: where it began, and how its last attempt ended."""
+    rows = []
+    for number, attempts in enumerate(run.runs, start=1):
+        _, _, _, ranks, steps, end = _attempt_row(1, attempts[-1])
+        rows.append((str(number), texts.clock(attempts[0].begin), str(len(attempts)), ranks, steps, end))
+    head = ("run", "begin (UTC)", "starts", "ranks", "steps of the last start", "end")
+    note = f"The last {ROWS} of {len(rows)} are listed." if len(rows) > ROWS else ""
+    return Table("Runs in this folder", head, tuple(rows[-ROWS:]), is_numeric=False, note=note, is_wide=True)
 
 
 def _attempt_row(at: int, attempt: Attempt) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import logging
 import multiprocessing
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from deepspeed.errors import ArgumentError
-from deepspeed.run_log import End, RunLogWriter, file_name
+from deepspeed.run_log import End, RunLogWriter, engine_folder, file_name, free_engine
 
 
 def _read(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
@@ -95,6 +96,30 @@ def test_records_of_one_moment_are_one_system_call_and_a_line_each(tmp_path: Pat
     assert [json.loads(line)["step"] for line in data.splitlines()] == [1, 2]
     assert data.endswith(b"\n")
     writer.close()
+
+
+def test_engines_that_are_there_at_the_same_time_have_a_file_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = Path("run")  # and the same place by another name
+    writers = []
+    for number in (1, 2, 3):
+        assert free_engine(folder, 0) == free_engine(tmp_path / "run", 0) == number
+        writers.append(RunLogWriter(engine_folder(folder, number), 0))
+    assert [writer.path.parent for writer in writers] == [tmp_path / "run" / each for each in ("", "engine-2", "engine-3")]
+    assert free_engine(folder, 1) == free_engine(Path("other"), 0) == 1  # another rank, another run
+    writers[1].close()
+    assert free_engine(folder, 0) == 2
+    writers[0].close()
+    writers[2].close()
+    assert free_engine(folder, 0) == 1
+
+
+def test_a_writer_that_is_gone_leaves_its_number_free(tmp_path: Path) -> None:
+    writer = RunLogWriter(tmp_path, 0)
+    assert free_engine(tmp_path, 0) == 2
+    del writer
+    gc.collect()
+    assert free_engine(tmp_path, 0) == 1
 
 
 def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:

@@ -44,7 +44,8 @@ def test_kept_steps_ascend_and_each_record_is_kept_or_redone(
     folder = tmp_path_factory.mktemp("run")
     for attempt, (begin, count) in enumerate(spans):
         time = BEGIN + 1000 * attempt
-        write(folder, {0: [start(0, time), *(step(at, time + at) for at in range(begin, begin + count))]})
+        steps = (step(at, time + at) for at in range(begin, begin + count))
+        write(folder, {0: [start(0, time, restarts=attempt), *steps]})  # all by one launcher: one run, wherever they begin
     told = facts.steps(read_run(folder))
     at = told.kept.values("step").tolist()
     assert at == sorted(set(at))

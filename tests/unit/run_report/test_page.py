@@ -215,6 +215,30 @@ def test_figures_are_told_as_strict_json(tmp_path: Path, capsys: pytest.CaptureF
     assert [each["action"] for each in told["checkpoints"]].count("load") == 1
 
 
+def test_a_folder_of_several_runs_shows_the_newest_and_lists_them_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, last in enumerate((5, 3)):
+        begin = BEGIN + 100 * number
+        steps = [step(at, begin + at) for at in range(1, last + 1)]
+        write(tmp_path, {0: [start(0, begin, world_size=1), *steps, end(last, begin + 9)]})
+    write(tmp_path / "engine-2", {0: [start(0, world_size=1)]})
+    assert main([str(tmp_path), "--json"]) == 0
+    newest = json.loads(capsys.readouterr().out)
+    assert main([str(tmp_path), "--json", "--run", "1"]) == 0
+    first = json.loads(capsys.readouterr().out)
+    keys = ("run", "runs", "attempts", "first_step", "last_step", "other_engines")
+    assert [newest[key] for key in keys] == [2, 2, 1, 1, 3, ["engine-2"]]
+    assert [first[key] for key in keys] == [1, 2, 1, 1, 5, ["engine-2"]]
+    assert [each["text"] for each in newest["findings"]] == [
+        "This is run 2 of 2 in this folder: each began with the first step. deepspeed report --run 1 shows the first.",
+        "Other engines trained in the same processes: engine-2 in this folder. Each has its own report.",
+    ]
+    assert "Runs in this folder" in render(read_run(tmp_path), BEGIN + 200)
+    assert main([str(tmp_path), "--run", "3"]) == 2
+    assert "run 3 was asked for, and there are 2" in capsys.readouterr().err
+
+
 def test_without_jinja2_the_install_command_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -110,6 +110,60 @@ def test_a_restart_on_fewer_ranks_is_an_attempt_of_its_own(tmp_path: Path) -> No
     assert [attempt.world_size for attempt in read_run(tmp_path).attempts] == [3, 2]
 
 
+def _launch(folder: Path, begin: float, first: int, last: int, **more: Any) -> Path:
+    for rank in (0, 1):
+        lines = [start(rank, begin, **more)]
+        if first > 1:
+            lines.append({"kind": "checkpoint", "time": begin + 1, "action": "load", "tag": "t", "step": first - 1})
+        for at in range(first, last + 1):
+            lines += [step(at, begin + at)] if rank == 0 else []
+            lines.append(rank_step(at, begin + at))
+        write(folder, {rank: lines})
+    return folder
+
+
+def test_a_launch_that_begins_with_the_first_step_again_is_a_run_of_its_own(tmp_path: Path) -> None:
+    _launch(tmp_path, BEGIN, 1, 5)
+    _launch(tmp_path, BEGIN + 100, 4, 8)  # goes on after a checkpoint of step 3
+    _launch(tmp_path, BEGIN + 200, 1, 3)  # from scratch
+    run = read_run(tmp_path)
+    assert (run.number, [len(attempts) for attempts in run.runs]) == (2, [2, 1])
+    assert [attempt.steps.column("step").tolist() for attempt in run.attempts] == [[1, 2, 3]]
+    first = read_run(tmp_path, 1)
+    assert (first.number, [attempt.steps.column("step").tolist() for attempt in first.attempts]) == (
+        1,
+        [[1, 2, 3, 4, 5], [4, 5, 6, 7, 8]],
+    )
+    for number in (0, 3):
+        with pytest.raises(
+            RunLogNotFoundError, match=rf"run {number} was asked for, and there are 2\. Give a number from 1 to 2"
+        ):
+            read_run(tmp_path, number)
+
+
+def test_what_an_elastic_launcher_starts_anew_is_the_same_run_wherever_it_begins(tmp_path: Path) -> None:
+    _launch(tmp_path, BEGIN, 1, 2)
+    _launch(tmp_path, BEGIN + 100, 1, 4, restarts=1)  # there was no checkpoint yet
+    assert [len(attempts) for attempts in read_run(tmp_path).runs] == [2]
+
+
+@pytest.mark.parametrize("steps", [(0, 3), (3, 0)])
+def test_a_launch_without_a_step_is_an_attempt_of_the_run_before_it(tmp_path: Path, steps: tuple[int, int]) -> None:
+    """It failed before its first step, or has only just begun: it may load a checkpoint yet."""
+    for number, last in enumerate(steps):
+        _launch(tmp_path, BEGIN + 100 * number, 1, last)
+    run = read_run(tmp_path)
+    assert (run.number, len(run.attempts)) == (1, 2)
+
+
+def test_logs_of_engines_beside_this_one_are_named(tmp_path: Path) -> None:
+    _launch(tmp_path, BEGIN, 1, 2)
+    assert read_run(tmp_path).engines == ()
+    for number in (2, 3):
+        _launch(tmp_path / f"engine-{number}", BEGIN, 1, 2)
+    assert read_run(tmp_path).engines == ("engine-2", "engine-3")
+
+
 def test_ranks_without_a_file_are_missing(tmp_path: Path) -> None:
     write(tmp_path, {0: [start(0, world_size=4)], 2: [start(2, world_size=4)]})
     assert read_run(tmp_path).attempts[0].missing_ranks == (1, 3)
