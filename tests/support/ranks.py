@@ -40,6 +40,9 @@ PRELOADED = (
     *("deepspeed.api", "deepspeed.engine.build", "deepspeed.topology.groups"),
     *("deepspeed.utils", "deepspeed.zero.access", "deepspeed.zero.init_context"),
     *("transformers.models.llama.modeling_llama", "transformers.trainer"),
+    *("deepspeed.optim.tuning_arguments", "deepspeed.runtime.lr_schedules"),
+    *(f"tests.support.{name}" for name in ("clients", "engines", "models", "ranks", "reference")),
+    "tests.support.warm",  # last: a rank's collector does not look at what was loaded before
 )
 """What a rank finds loaded. A name that cannot be imported would be passed over."""
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import signal
@@ -38,6 +39,11 @@ def _at_the_start(rank: int, world_size: int, names: tuple[str, ...]) -> dict[st
         "native library": importlib.import_module("deepspeed.ops.native.library")._load.cache_info().currsize,
         "warned": importlib.import_module("deepspeed.common.logging")._warned,
     }
+
+
+def _frozen(rank: int, world_size: int) -> tuple[int, int]:
+    """Objects out of the collector's sight, and those in it."""
+    return gc.get_freeze_count(), len(gc.get_objects())
 
 
 def _starts_its_own_group(rank: int, world_size: int) -> int:
@@ -100,6 +106,12 @@ def test_a_rank_finds_everything_loaded_and_nothing_chosen() -> None:
         importlib.import_module(name)
     (found,) = run_ranks(_at_the_start, 1, PRELOADED, init=False)
     assert found == {"not loaded": [], "chosen": [], "native library": 0, "warned": set()}
+
+
+def test_the_collector_of_a_rank_looks_at_none_of_what_was_loaded_for_it() -> None:
+    ((frozen, looked_at),) = run_ranks(_frozen, 1, init=False)
+    assert frozen > 100_000  # torch alone has more
+    assert looked_at < frozen / 10
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
