@@ -9,11 +9,7 @@ import signal
 import time
 from pathlib import Path
 
-import pytest
-
 from tests.support.launching import Job, wait_until
-
-pytestmark = pytest.mark.alone  # limits of seconds
 
 SCRIPT = """
 import os, sys, time

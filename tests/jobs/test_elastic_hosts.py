@@ -22,8 +22,6 @@ import pytest
 from tests.support.hosts import Hosts, hosts, inner
 from tests.support.launching import ROOT, Job
 
-pytestmark = pytest.mark.alone  # limits of seconds
-
 EXAMPLE = ROOT / "examples" / "elastic" / "train.py"
 STEPS = 70
 ENDED_SECONDS = 5.0

@@ -12,11 +12,20 @@ from tests.support.host_failures import FAILURES, Failure, Outcome, break_job
 from tests.support.hosts import Hosts, hosts
 from tests.support.slurm import Slurm, slurm
 
-pytestmark = pytest.mark.alone  # limits of seconds
-
 _PROGRAMS = {"pdsh": "pdsh", "openmpi": "mpirun.openmpi", "mpich": "mpirun.mpich"}
-_OVER_SLURM = [each for each in FAILURES if "slurm" in each.launchers]
-_OVER_OTHERS = [(name, each) for each in FAILURES for name in each.launchers if name != "slurm"]
+
+
+def _marks(failure: Failure) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.alone] if failure.is_waited_for else []
+
+
+_OVER_SLURM = [pytest.param(each, id=each.name, marks=_marks(each)) for each in FAILURES if "slurm" in each.launchers]
+_OVER_OTHERS = [
+    pytest.param(name, each, id=f"{name}-{each.name}", marks=_marks(each))
+    for each in FAILURES
+    for name in each.launchers
+    if name != "slurm"
+]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +40,7 @@ def scheduled() -> Iterator[tuple[Hosts, Slurm]]:
         yield cluster, made
 
 
-@pytest.mark.parametrize(("launcher", "failure"), _OVER_OTHERS, ids=[f"{name}-{each.name}" for name, each in _OVER_OTHERS])
+@pytest.mark.parametrize(("launcher", "failure"), _OVER_OTHERS)
 def test_a_job_that_breaks_ends(launcher: str, failure: Failure, cluster: Hosts, tmp_path: Path) -> None:
     program = _PROGRAMS.get(launcher)
     if program is not None and not shutil.which(program):
@@ -39,7 +48,7 @@ def test_a_job_that_breaks_ends(launcher: str, failure: Failure, cluster: Hosts,
     _assert_ended(break_job(failure, cluster, tmp_path, launcher), failure)
 
 
-@pytest.mark.parametrize("failure", _OVER_SLURM, ids=[each.name for each in _OVER_SLURM])
+@pytest.mark.parametrize("failure", _OVER_SLURM)
 def test_a_job_of_slurm_that_breaks_ends(failure: Failure, scheduled: tuple[Hosts, Slurm], tmp_path: Path) -> None:
     cluster, made = scheduled
     _assert_ended(break_job(failure, cluster, tmp_path, "slurm", made.environment), failure)

@@ -18,8 +18,6 @@ import pytest
 
 from tests.support.launching import Job, run_job, wait_until
 
-pytestmark = pytest.mark.alone  # limits of seconds
-
 # Each rank leaves its arguments and environment in a file.
 TELL = """
 import json, os, sys

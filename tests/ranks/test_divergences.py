@@ -25,8 +25,6 @@ from deepspeed.errors import CommError
 from tests.support.engines import config, make_engine, zero
 from tests.support.ranks import RanksFailed, run_ranks
 
-pytestmark = pytest.mark.alone  # limits of seconds
-
 SECONDS = 10.0
 ROWS = torch.ones(2, 8)
 

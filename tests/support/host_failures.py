@@ -128,6 +128,11 @@ class Failure:
 
     prepare: Callable[[Hosts], object] = field(default=lambda _cluster: None)
 
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether its end has waits of seconds in it, so that little of its time is left for a busy machine."""
+        return self.before == _STUBBORN or self.seconds > REACHABLE_SECONDS
+
 
 @dataclass(frozen=True)
 class Outcome:

@@ -3,8 +3,10 @@
     worker 0   |-- test --|-- test --|  waits   |== alone ==|-- test --|
     worker 1   |---- test ----|--- test ---|    |   waits   |-- test --|
 
-A test marked `alone` has a limit of seconds in it, on something that its own processes do (a job ends within 5 s): it begins
-when no other runs, and no other begins until it has ended. Locks of files: those of a worker that dies are free at once.
+A test marked `alone` has a limit in it, on something that its own processes do, that is only a second or two above what
+they need (ranks have 3 s to end, and the job has ended within 5 s): it begins when no other runs, and no other begins until
+it has ended. Meanwhile processors idle, so limits with more room than that are met beside others.
+Locks of files: those of a worker that dies are free at once.
 
 Called by the hook around each test in `conftest`.
 """
