@@ -38,17 +38,21 @@ def pytest_configure() -> None:
     hear_signals()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect the tests without the collector of garbage, which took a quarter of that time: nearly all made here stays."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Fail on a name that another process would give otherwise: workers must find the same tests."""
     named = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if named:
         raise pytest.UsageError(f"addresses in the names of {len(named)} tests, such as {named[0]}: give them ids.")
-
-
-def pytest_collection_finish() -> None:
-    """Keep the collector from what is there before the first test: libraries and thousands of tests, 0.5 s a collection."""
-    gc.collect()
-    gc.freeze()
 
 
 def pytest_unconfigure() -> None:
@@ -77,6 +81,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         return (yield)
     with turn(Path(told["turns"]), alone=item.get_closest_marker("alone") is not None):
         return (yield)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _collector_looks_at_what_the_module_made() -> None:
+    """Keep it from what was there before, libraries and thousands of tests: some tests collect fifty times."""
+    gc.collect()  # what is garbage already
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
