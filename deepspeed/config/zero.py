@@ -356,6 +356,11 @@ class ZeroConfig(ConfigModel):
     leaf_module: LeafModuleConfig = Field(default_factory=LeafModuleConfig)
     """Modules that are gathered as one unit. Stage 3."""
 
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether optimizer state is to rest somewhere else than on the device."""
+        return self.stage >= 1 and self.offload_optimizer is not None and self.offload_optimizer.device != "none"
+
     @classmethod
     def adapt(cls, given: dict[str, object]) -> Iterable[Refusal]:
         """Move the keys of before `offload_optimizer` and `offload_param`; read `sub_group_size` 0."""

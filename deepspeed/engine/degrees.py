@@ -3,10 +3,8 @@
     sequence_parallel_size, mesh_param                           --> sequence     tokens of one sample over ranks (Ulysses)
     tensor_parallel.autotp_size, .tp.tp_size, tp_model_init      --> tensor       parts of a layer over ranks (AutoTP)
 
-Values that are no whole numbers count as 1 here: the check of the config, which follows, names them.
-
-Does not live here: the mesh (`topology.mesh`), the batch triangle (`config.batch`), cutting (`tensor_parallel.auto`). Called
-by `api`.
+Does not live here: reading the config alone (`config.degrees`), the mesh (`topology.mesh`), the batch triangle
+(`config.batch`), cutting (`tensor_parallel.auto`). Called by `api`.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ from typing import Any, NamedTuple
 
 from deepspeed import comm
 from deepspeed.common.logging import warn_once
+from deepspeed.config.degrees import sequence_ranks, tensor_block, tensor_ranks, whole
 from deepspeed.config.load import load_config
 from deepspeed.errors import ArgumentError
 from deepspeed.tensor_parallel.recorded import Recorded
@@ -39,7 +38,7 @@ class Degrees(NamedTuple):
         Raises:
             ArgumentError: the two say different things, or mesh_param is no pair.
         """
-        sequence = _whole(raw.get("sequence_parallel_size"))
+        sequence = sequence_ranks(raw)
         if mesh_param is not None:
             asked = _sequence_of(mesh_param)
             if sequence not in (1, asked):
@@ -48,7 +47,7 @@ class Degrees(NamedTuple):
                     "number and the key mean the same. Leave one of the two out."
                 )
             sequence = asked
-        return cls(sequence, _tensor(_block(raw)))
+        return cls(sequence, tensor_ranks(raw))
 
     def mesh(self, mesh_param: tuple[int, ...] | None = None) -> ParallelMesh:
         """All ranks laid out so. Every rank of the world must call it.
@@ -89,13 +88,13 @@ def with_recorded(source: Any, recorded: Recorded | None) -> Any:
     if recorded is None:
         return source
     raw = load_config(source)
-    block, told = _block(raw), {} if recorded.config is None else _block(load_config(recorded.config))
+    block, told = tensor_block(raw), {} if recorded.config is None else tensor_block(load_config(recorded.config))
     if block and told and block != told:
         raise ArgumentError(
             "tp_model_init(config=...) and the config of initialize() have different tensor_parallel blocks. Give one."
         )
     block = block or told
-    size = _tensor(block)
+    size = tensor_ranks({"tensor_parallel": block})
     if size not in (1, recorded.tp_size):
         raise ArgumentError(
             f"tp_model_init(tp_size={recorded.tp_size}), but tensor_parallel in the config says {size}. Give the same "
@@ -110,7 +109,7 @@ def group_source(raw: Mapping[str, Any], recorded: Recorded | None, mpu: Any) ->
     Raises:
         ArgumentError: several were given.
     """
-    inner = _block(raw).get("tensor_parallel", _block(raw).get("tp"))
+    inner = tensor_block(raw).get("tensor_parallel", tensor_block(raw).get("tp"))
     inner = inner if isinstance(inner, Mapping) else {}
     given = {
         "initialize(mpu)": mpu,
@@ -153,7 +152,7 @@ def without_tensor_ranks(source: Any, mesh: ParallelMesh) -> Any:
     if tensor == 1:
         return source
     raw = load_config(source)
-    train, micro, steps = (_whole(raw.get(key)) for key in _BATCH)
+    train, micro, steps = (whole(raw.get(key)) for key in _BATCH)
     if not all(key in raw for key in _BATCH) or train != micro * steps * data * tensor:
         return source
     true = micro * steps * data
@@ -167,24 +166,9 @@ def without_tensor_ranks(source: Any, mesh: ParallelMesh) -> Any:
 
 
 def _sequence_of(mesh_param: tuple[int, ...]) -> int:
-    sizes = [_whole(size) for size in mesh_param]
+    sizes = [whole(size) for size in mesh_param]
     if sizes != list(mesh_param) or len(sizes) != len(("data", "sequence")):
         raise ArgumentError(
             f"initialize(mesh_param={mesh_param}): needed two numbers of ranks, (data-parallel, sequence-parallel)."
         )
     return sizes[1]
-
-
-def _block(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    block = raw.get("tensor_parallel")
-    return block if isinstance(block, Mapping) else {}
-
-
-def _tensor(block: Mapping[str, Any]) -> int:
-    inner = block.get("tensor_parallel", block.get("tp"))
-    size = _whole(block.get("autotp_size"))
-    return size if size > 1 or not isinstance(inner, Mapping) else _whole(inner.get("tp_size"))
-
-
-def _whole(size: object) -> int:
-    return size if isinstance(size, int) and not isinstance(size, bool) and size >= 1 else 1

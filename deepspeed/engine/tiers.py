@@ -48,8 +48,7 @@ _HOST_CLASSES = (DeepSpeedCPUAdam, DeepSpeedCPUAdagrad, DeepSpeedCPULion)
 
 def is_offloaded(config: DeepSpeedConfig) -> bool:
     """Whether optimizer state is to rest somewhere else than on the device."""
-    zero = config.zero_optimization
-    return zero.stage >= 1 and zero.offload_optimizer is not None and zero.offload_optimizer.device != "none"
+    return config.zero_optimization.offloads_optimizer
 
 
 def check_offloaded(optimizer: Optimizer, config: DeepSpeedConfig, *, is_clients: bool, may_cut: bool) -> None:

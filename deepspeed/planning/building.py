@@ -4,7 +4,7 @@
         a PipelineModule                    is built once for each stage, by that stage's first rank; its arguments are what
                                             the data iterator gives for one micro-batch: (model, (inputs, labels), {})
 
-Called by `comparison` and `pipelines`. Does not live here: other sources (`sources`).
+Called by `of_module` and `pipelines`. Does not live here: other sources (`sources`).
 """
 
 from __future__ import annotations

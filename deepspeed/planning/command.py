@@ -21,8 +21,9 @@ from typing import Any
 from rich.console import Console
 
 from deepspeed.errors import DeepSpeedError
-from deepspeed.planning.comparison import Comparison, plan
+from deepspeed.planning.comparison import Comparison
 from deepspeed.planning.page import page
+from deepspeed.planning.planned import plan
 from deepspeed.planning.text import show
 
 __all__ = ["main", "nbytes_of"]

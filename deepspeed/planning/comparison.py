@@ -1,43 +1,39 @@
-"""Every ZeRO stage and offload side by side: `deepspeed.plan`.
+"""Every ZeRO stage and offload side by side. Pure: no torch.
 
-    subject, configuration --> layers cut over tensor ranks (`cutting`) --> one timeline (`tracing`)
-    pipeline               --> each stage (`pipelines`)                 --> one timeline each (`stages`)
-                           --> for each setting: states at its busiest moment + traffic --> RankPlan (`planner`)
-                               the one asked for, the lowest stage that fits, advice
+    planners, configuration --> for each setting: the plan of the rank that is fullest --> the one that was asked for,
+                                the lowest stage that fits, advice
 
-Called by `deepspeed.plan` and by `command`. Does not live here: the terms (`states`, `tracing`), drawing (`text`).
+Called by `planned` and `of_module`. Does not live here: planners (`formula`, `planner`), drawing (`text`).
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
-
-from deepspeed.config import DeepSpeedConfig, load_config
-from deepspeed.engine.degrees import Degrees
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.config.degrees import sequence_ranks, tensor_ranks
 from deepspeed.errors import ArgumentError, ConfigError
-from deepspeed.pipe.module import PipelineModule
-from deepspeed.planning.building import Build, build_on, function_of
-from deepspeed.planning.cutting import cut_over_tensor_ranks
-from deepspeed.planning.pipelines import stages_planned
-from deepspeed.planning.planner import Planner
-from deepspeed.planning.sources import Subject, subject_of
-from deepspeed.planning.states import Optimizers, Ranks
+from deepspeed.planning.ranks import Ranks
 from deepspeed.planning.terms import RankPlan
-from deepspeed.planning.timeline import Timeline
-from deepspeed.planning.tracing import Batch, trace_pass
-from deepspeed.precision.policy import DtypePolicy, exact_batch_norm
 
-__all__ = ["Comparison", "plan"]
+__all__ = ["NOT_TRACED", "Asked", "Comparison", "Plans", "compared", "with_batch"]
 
+NOT_TRACED = "activations are not counted: give a model and a batch"
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-_SWITCHES = ("activation_checkpointing", "gradient_checkpointing")  # of Hugging Face models, the newer name first
+
+
+class Plans(Protocol):
+    """Plans for one rank."""
+
+    def plan(self, label: str, config: DeepSpeedConfig) -> RankPlan:
+        """One setting's.
+
+        Raises:
+            ConfigError: what is planned cannot be trained so.
+        """
 
 
 @dataclass(frozen=True)
@@ -83,54 +79,8 @@ class Comparison:
         }
 
 
-def plan(
-    model_or_config: Any,
-    ds_config: Any,
-    world_size: int,
-    device_memory: float | None = None,
-    *,
-    sequence_length: int | None = None,
-    batch: Batch | None = None,
-    device_type: str = "cuda",
-) -> Comparison:
-    """Say what each rank would hold and send, before anything is allocated.
-
-    Args:
-        model_or_config: a module (values are not read), a Hugging Face configuration (object, name, folder, file), a
-            function that builds a model, or its name "module:function", or a number of parameters. A `PipelineModule` needs
-            such a function: it builds each stage in turn.
-        ds_config: as `deepspeed.initialize` takes it; batch sizes that are left out or "auto" count as
-            1 micro-batch of 1 row.
-        world_size: ranks.
-        device_memory: bytes of one device; None: nothing is said about fitting.
-        sequence_length: tokens of a row, for Hugging Face language models.
-        batch: arguments of forward `(args, kwargs)` for one micro-batch of one rank, of a pipeline `((inputs, labels), {})`;
-            without it activations of other models are left out.
-        device_type: of the devices. On "cpu" host memory is the device's, so that a tier "cpu" moves nothing.
-
-    Raises:
-        ConfigError: the configuration does not start.
-        ArgumentError: the model cannot be read, or cannot be spread over the ranks as the configuration asks.
-    """
-    raw = _with_batch(load_config(ds_config))
-    build = function_of(model_or_config)
-    if build is None:
-        found = _of_model(model_or_config, batch, _Asked(raw, world_size, device_type), sequence_length)
-        return replace(found, device_nbytes=device_memory)
-    with build_on(build, world_size) as built:
-        module, given = built.module, batch or built.batch
-    asked = _Asked(raw, world_size, device_type)
-    if isinstance(module, PipelineModule):
-        found = _of_pipeline(
-            build, module, given, replace(asked, pipe=module.num_stages, tensor=module.mesh.sizes["tensor"])
-        )
-    else:
-        found = _of_model(module, given, asked, sequence_length)
-    return replace(found, device_nbytes=device_memory)
-
-
 @dataclass(frozen=True)
-class _Asked:
+class Asked:
     """A configuration, and the ranks that it is for."""
 
     raw: Mapping[str, Any]
@@ -143,8 +93,7 @@ class _Asked:
     def config(self, raw: Mapping[str, Any] | None = None) -> tuple[DeepSpeedConfig, Ranks]:
         """It, or a neighbour of it; and the ranks that hold what the first one does, or other parts of it."""
         values = copy.deepcopy(dict(self.raw if raw is None else raw))
-        sequence, tensor = Degrees.of(values, None)
-        tensor = self.tensor or tensor
+        sequence, tensor = sequence_ranks(values), self.tensor or tensor_ranks(values)
         _refuse_stacked(values)
         if self.world_size % (sequence * tensor * self.pipe):
             of_stages = f"{self.pipe} stages x " if self.pipe > 1 else ""
@@ -166,34 +115,15 @@ def _refuse_stacked(values: Mapping[str, Any]) -> None:
         )
 
 
-def _of_model(source: Any, batch: Batch | None, asked: _Asked, sequence_length: int | None) -> Comparison:
-    config, ranks = asked.config()
-    sequence = config.sequence_parallel_size
-    subject = subject_of(source, config.train_micro_batch_size_per_gpu, sequence_length, batch, sequence_ranks=sequence)
-    with cut_over_tensor_ranks(subject, config, ranks.tensor) as on_rank:
-        module = on_rank.module
-        with exact_batch_norm(module) if module is not None else nullcontext():
-            timeline, recomputed, notes = _timelines(on_rank, config)
-            optimizers = Optimizers(module) if module is not None else None
-            inputs = 0 if timeline is None else _nbytes_of(on_rank.batch)
-            planner = Planner(on_rank, ranks, timeline, optimizers, asked.device_type, inputs)
-            found = _compared([planner], asked, config, notes)
-    less = recomputed.peak_nbytes if recomputed is not None else None
-    return replace(found, subject=subject.name, numel=subject.numel, recomputed_nbytes=less)
+def compared(planners: Sequence[Plans], asked: Asked, config: DeepSpeedConfig, notes: tuple[str, ...] = ()) -> Comparison:
+    """All settings, each on the rank that is fullest then; the caller says for what.
 
-
-def _of_pipeline(build: Build, first: PipelineModule, batch: Batch | None, asked: _Asked) -> Comparison:
-    config, ranks = asked.config()
-    stages = stages_planned(build, first, batch, config, ranks, asked.device_type)
-    found = _compared(stages.planners, asked, config, stages.notes)
-    each = tuple(
-        planner.plan(f"stage {number} of {first.num_stages}", config) for number, planner in enumerate(stages.planners)
-    )
-    return replace(found, subject=type(first).__name__, numel=stages.numel, stages=each)
-
-
-def _compared(planners: Sequence[Planner], asked: _Asked, config: DeepSpeedConfig, notes: tuple[str, ...]) -> Comparison:
-    """All settings, each on the rank that is fullest then."""
+    Args:
+        planners: for the first rank of each stage of a pipeline, or for one rank.
+        asked: what was asked for.
+        config: of the same.
+        notes: what is not counted, and why.
+    """
     plan_of_asked = _fullest(planners, "as configured", config)
     others = []
     if asked.pipe > 1:
@@ -208,38 +138,14 @@ def _compared(planners: Sequence[Planner], asked: _Asked, config: DeepSpeedConfi
     return Comparison("", 0, asked.world_size, None, plan_of_asked, tuple(others), notes)
 
 
-def _fullest(planners: Sequence[Planner], label: str, config: DeepSpeedConfig) -> RankPlan:
+def _fullest(planners: Sequence[Plans], label: str, config: DeepSpeedConfig) -> RankPlan:
     return max((each.plan(label, config) for each in planners), key=RankPlan.peak_nbytes)
 
 
-def _nbytes_of(batch: Batch | None) -> int:
-    return sum(each.numel() * each.element_size() for each in tree_leaves(batch) if isinstance(each, Tensor))
-
-
-def _with_batch(raw: Mapping[str, Any]) -> dict[str, Any]:
+def with_batch(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration with batch sizes: those that are left out or "auto" count as 1 micro-batch of 1 row."""
     given = {key: value for key, value in raw.items() if not (key in _BATCH and value == "auto")}
     return given if any(key in given for key in _BATCH) else {**given, "train_micro_batch_size_per_gpu": 1}
-
-
-def _timelines(subject: Subject, config: DeepSpeedConfig) -> tuple[Timeline | None, Timeline | None, tuple[str, ...]]:
-    """Without and with recomputation, and what has to be said about them."""
-    module, batch = subject.module, subject.batch
-    if module is None or batch is None:
-        return None, None, ("activations are not counted: give a model and a batch",)
-    policy = DtypePolicy.from_config(config, "cpu")
-    try:
-        plain = trace_pass(module, batch, policy)
-    except ArgumentError as error:
-        if subject.is_batch_given:
-            raise
-        return None, None, (f"activations are not counted: {error}",)
-    switch = next((each for each in _SWITCHES if hasattr(module, f"{each}_enable")), None)
-    if switch is None or getattr(module, f"is_{switch}", False):
-        return plain, None, ()
-    getattr(module, f"{switch}_enable")()
-    recomputed = trace_pass(module, batch, policy)
-    getattr(module, f"{switch}_disable")()
-    return plain, recomputed, ()
 
 
 def _alternatives(raw: Mapping[str, Any], most_stage: int) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -3,7 +3,7 @@
     module --> a copy of it on the meta device --> `tensor_parallel.auto`, as an engine does it --> parts
 
 The cut layers call collectives. They run among ranks that are only pretended (`comm.pretended`), on tensors without values,
-so that what they take is traced with the rest. Called by `comparison`.
+so that what they take is traced with the rest. Called by `of_module`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ def cut_over_tensor_ranks(subject: Subject, config: DeepSpeedConfig, ranks: int)
     """
     if ranks == 1:
         yield subject
-    elif subject.module is None:
-        yield replace(subject, numel=-(-subject.numel // ranks))
     else:
         with pretended_world(ranks) as group:
             module = _without_values(subject.module)

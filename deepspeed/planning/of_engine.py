@@ -9,7 +9,8 @@ from __future__ import annotations
 from torch import nn
 
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.planning.states import Optimizers, Ranks, model_states
+from deepspeed.planning.ranks import Ranks
+from deepspeed.planning.states import Optimizers, model_states
 
 __all__ = ["terms_of_engine"]
 

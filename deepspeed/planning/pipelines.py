@@ -3,7 +3,7 @@
     function ---each stage---> PipelineModule ---output_form---> what the next stage gets
                                     '-----------trace_stage---> Timeline ---> Planner
 
-Parts of layers (AutoTP) are cut before, as `initialize` does it. Called by `comparison`. Does not live here: a batch of one
+Parts of layers (AutoTP) are cut before, as `initialize` does it. Called by `of_module`. Does not live here: a batch of one
 stage (`stages`), building (`building`).
 """
 
@@ -22,9 +22,10 @@ from deepspeed.pipe.forms import Form
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.planning.building import Build, each_stage
 from deepspeed.planning.planner import Planner
+from deepspeed.planning.ranks import Ranks
 from deepspeed.planning.sources import Subject
 from deepspeed.planning.stages import Pipeline, batch_nbytes, output_form, place_of, sent_by_stage, trace_stage
-from deepspeed.planning.states import Optimizers, Ranks
+from deepspeed.planning.states import Optimizers
 from deepspeed.planning.timeline import Timeline
 from deepspeed.planning.tracing import Batch
 from deepspeed.precision.policy import DtypePolicy, exact_batch_norm

@@ -2,7 +2,8 @@
 
     a module, or a stage of a pipeline + its timeline --- a configuration ---> RankPlan
 
-Called by `comparison`, once per setting. Does not live here: which settings (`comparison`), timelines (`tracing`, `stages`).
+Called by `comparison`, once per setting; `formula` has the one without a module. Does not live here: which settings
+(`comparison`), timelines (`tracing`, `stages`).
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from dataclasses import dataclass, replace
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.engine.stage import refuse_for_pipelines
 from deepspeed.pipe.module import PipelineModule
-from deepspeed.planning.formula import states_by_formula
+from deepspeed.planning.ranks import Ranks
 from deepspeed.planning.sources import Subject
-from deepspeed.planning.states import ModelStates, Optimizers, Ranks, model_states
+from deepspeed.planning.states import Optimizers, model_states
 from deepspeed.planning.terms import RankPlan, Term
 from deepspeed.planning.timeline import Timeline
-from deepspeed.planning.traffic import sent_nbytes
+from deepspeed.planning.traffic import sent_by
 
 __all__ = ["Planner"]
 
@@ -30,7 +31,7 @@ class Planner:
         subject: what it holds; of a pipeline, one stage.
         ranks: how they are laid out.
         timeline: of one micro-batch, or of a stage's batch; None: activations are left out.
-        optimizers: of the module; None where there is none.
+        optimizers: of the module.
         device_type: of the engine.
         batch_nbytes: of what the data gives it for as long as the timeline is.
         passed_nbytes: that it sends per optimizer step within forward and backward: activations and their gradients.
@@ -39,7 +40,7 @@ class Planner:
     subject: Subject
     ranks: Ranks
     timeline: Timeline | None
-    optimizers: Optimizers | None
+    optimizers: Optimizers
     device_type: str
     batch_nbytes: int = 0
     passed_nbytes: int = 0
@@ -53,24 +54,11 @@ class Planner:
         module = self.subject.module
         if isinstance(module, PipelineModule):
             refuse_for_pipelines(config, module)
-        states = self._states(config)
-        sent = sent_nbytes(
-            config.zero_optimization.stage,
-            states.weight_nbytes,
-            states.gradient_nbytes,
-            self.ranks.zero,
-            config.gradient_accumulation_steps,
-            stays_gathered=states.stays_gathered,
-        )
+        states = model_states(module, config, self.ranks, self.optimizers, self.timeline, device_type=self.device_type)
+        sent = sent_by(states, config, self.ranks.zero)
         terms = [*states.terms] + [Term("inputs", self.batch_nbytes, moment="pass")] * bool(self.batch_nbytes)
         if isinstance(module, PipelineModule):
             terms = [
                 replace(term, name="activations and messages") if term.name == "activations" else term for term in terms
             ]
         return RankPlan(label, tuple(terms), sent + self.passed_nbytes)
-
-    def _states(self, config: DeepSpeedConfig) -> ModelStates:
-        module = self.subject.module
-        if module is None or self.optimizers is None:
-            return states_by_formula(self.subject.numel, config, self.ranks.zero, device_type=self.device_type)
-        return model_states(module, config, self.ranks, self.optimizers, self.timeline, device_type=self.device_type)

@@ -2,9 +2,8 @@
 
     nn.Module                        itself; its values are not read
     Hugging Face configuration       the object, a name, a folder or a config.json: its architecture, on the meta device
-    a number                         parameters; the paper's formula then serves
 
-Called by `comparison`. Does not live here: functions that build a model (`building`).
+Called by `of_module`. Not here: functions that build a model (`building`), a bare number of parameters (`formula`).
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ class Subject:
     name: str
     numel: int
     """Parameters, each counted once."""
-    module: nn.Module | None = None
-    """None: only the number is known."""
+    module: nn.Module
     batch: Batch | None = None
     """Arguments of forward for one micro-batch; None: unknown, and activations are left out."""
     is_batch_given: bool = False
@@ -68,8 +66,6 @@ def subject_of(
         ArgumentError: the source is none of these; the text has what was tried.
     """
     made_for = _Rows(micro_batch, sequence_length, sequence_ranks)
-    if isinstance(source, int | float):
-        return Subject("a model of this size", int(source))
     if isinstance(source, nn.Module):
         return _of_module(source, made_for, batch)
     return _of_module(_hugging_face(source), made_for, batch)

@@ -10,7 +10,7 @@
     2       whole        shard + two buckets in flight     shard
     3       shard        shard + two buckets in flight     shard                  gathered units
 
-Called by `comparison`. Does not live here: tiers (`tiers`), timelines (`tracing`).
+Called by `of_module`. Does not live here: tiers (`tiers`), timelines (`tracing`).
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ from deepspeed.optim.state_tensors import state_tensors
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.planning.gathered import most_gathered_numel
 from deepspeed.planning.passes import Busiest, PlannedBucket, PlannedUnit, busiest_moment
-from deepspeed.planning.terms import Term, Tier
-from deepspeed.planning.tiers import Places
+from deepspeed.planning.ranks import Ranks
+from deepspeed.planning.terms import ModelStates, Term, Tier
+from deepspeed.planning.tiers import Tiers
 from deepspeed.planning.timeline import Timeline
 from deepspeed.planning.update import scratch_nbytes
 from deepspeed.precision.policy import DtypePolicy
@@ -45,40 +46,13 @@ from deepspeed.zero.flat import Kind
 from deepspeed.zero.prefetch import GatherSettings
 from deepspeed.zero.units import UnitPlan
 
-__all__ = ["ModelStates", "Optimizers", "Ranks", "model_states"]
+__all__ = ["Optimizers", "model_states"]
 
 _ADAMW = OptimizerConfig(type="AdamW")
 _BUCKETS_IN_FLIGHT = 2
 _RECOMPUTE = "activation checkpointing, a smaller train_micro_batch_size_per_gpu"
 _OFFLOAD_PARAM = 'offload_param {"device": "cpu"}'
 _GATHER = "smaller stage3_max_live_parameters or stage3_max_reuse_distance, smaller stage3_prefetch_bucket_size"
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """How the ranks are laid out."""
-
-    world: int
-    tensor: int = 1
-
-    @property
-    def zero(self) -> int:
-        """Ranks that hold the same weights: data-parallel ones, and those that share a sequence."""
-        return self.world // self.tensor
-
-    def axes(self, module: nn.Module, stage: int) -> ModelAxes:
-        """As the engine has them on its first rank."""
-        tensor = AxisGroup(range(self.tensor), 0)
-        everyone = AxisGroup(range(0, self.world, self.tensor), 0)
-        spread = max((int(getattr(each, "ep_size", 1)) for each in module.modules()), default=1)
-        if self.zero % spread:
-            raise ArgumentError(
-                f"experts are spread over ep_size={spread} ranks, which does not divide {self.zero} data-parallel ranks. "
-                "Change --world-size or ep_size."
-            )
-        experts = AxisGroup(range(0, self.world, self.tensor * spread), 0)
-        dense, of_experts = ZeroAxes.of(everyone, stage), ZeroAxes.of(experts, stage)
-        return ModelAxes(dense, of_experts, everyone, has_replicas=False, tensor=tensor, parts=tensor)
 
 
 class Optimizers:
@@ -120,19 +94,6 @@ class Optimizers:
         return self._kept[key]
 
 
-@dataclass(frozen=True)
-class ModelStates:
-    """Terms of the model's states, and what traffic is counted from."""
-
-    terms: tuple[Term, ...]
-    weight_nbytes: int
-    """Of all trained weights, whole."""
-    gradient_nbytes: int
-    """Of all gradients, whole, in the format in which they travel."""
-    stays_gathered: bool
-    """At stage 3: what forward gathered is there in backward."""
-
-
 def model_states(
     module: nn.Module,
     config: DeepSpeedConfig,
@@ -152,12 +113,12 @@ def model_states(
         timeline: of one micro-batch; None: activations are left out.
         device_type: of the engine.
     """
-    axes = ranks.axes(module, config.zero_optimization.stage)
+    axes = _axes(ranks, module, config.zero_optimization.stage)
     policy = DtypePolicy.from_config(config, "cpu")
     optimizer = optimizers.of(config)
     groups, units = planned_groups(module, config, axes, policy, optimizer)
     most_stage = 1 if isinstance(module, PipelineModule) else 3
-    laid_out = _LaidOut(config, policy, Places.of(config, device_type), groups, optimizers, most_stage)
+    laid_out = _LaidOut(config, policy, Tiers.of(config, device_type), groups, optimizers, most_stage)
     laid_out.count()
     busiest = laid_out.busiest(module, units, timeline)
     terms = [*laid_out.terms(module), *_pass_terms(busiest)]
@@ -165,6 +126,21 @@ def model_states(
     terms.append(Term("scratch of the update", scratch, moment="update", lower="a smaller sub_group_size"))
     kept = tuple(term for term in terms if term.nbytes)
     return ModelStates(kept, laid_out.weight_nbytes, laid_out.gradient_nbytes, busiest.stays_gathered)
+
+
+def _axes(ranks: Ranks, module: nn.Module, stage: int) -> ModelAxes:
+    """As the engine has them on its first rank."""
+    tensor = AxisGroup(range(ranks.tensor), 0)
+    everyone = AxisGroup(range(0, ranks.world, ranks.tensor), 0)
+    spread = max((int(getattr(each, "ep_size", 1)) for each in module.modules()), default=1)
+    if ranks.zero % spread:
+        raise ArgumentError(
+            f"experts are spread over ep_size={spread} ranks, which does not divide {ranks.zero} data-parallel ranks. "
+            "Change --world-size or ep_size."
+        )
+    experts = AxisGroup(range(0, ranks.world, ranks.tensor * spread), 0)
+    dense, of_experts = ZeroAxes.of(everyone, stage), ZeroAxes.of(experts, stage)
+    return ModelAxes(dense, of_experts, everyone, has_replicas=False, tensor=tensor, parts=tensor)
 
 
 def _pass_terms(busiest: Busiest) -> Iterator[Term]:
@@ -180,7 +156,7 @@ class _LaidOut:
 
     config: DeepSpeedConfig
     policy: DtypePolicy
-    places: Places
+    places: Tiers
     groups: Sequence[PlannedGroup]
     optimizers: Optimizers
     most_stage: int

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-__all__ = ["TIERS", "Moment", "RankPlan", "Term", "Tier"]
+__all__ = ["TIERS", "ModelStates", "Moment", "RankPlan", "Term", "Tier"]
 
 Tier = Literal["device", "host", "nvme"]
 Moment = Literal["always", "pass", "update"]
@@ -33,6 +33,19 @@ class Term:
     moment: Moment = "always"
     lower: str = ""
     """The setting that would lower it; empty: none would."""
+
+
+@dataclass(frozen=True)
+class ModelStates:
+    """Terms of the model's states, and what traffic is counted from."""
+
+    terms: tuple[Term, ...]
+    weight_nbytes: int
+    """Of all trained weights, whole."""
+    gradient_nbytes: int
+    """Of all gradients, whole, in the format in which they travel."""
+    stays_gathered: bool
+    """At stage 3: what forward gathered is there in backward."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What rests in host memory and in files, and what the way there takes: `offload_optimizer` and `offload_param` with bytes.
+"""What rests in host memory and in files, and what the way there takes: `places` with bytes.
 
     masters, optimizer state   device | host | files, with buffers and staging in host memory     `offload.sub_groups`
     this rank's gradients      device | host, with staging on the device                          `zero.host_gradients`
@@ -10,63 +10,24 @@ On a CPU host memory is the device's: "cpu" moves nothing there, and buffers cou
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
-import torch
-
-from deepspeed.config import DeepSpeedConfig
 from deepspeed.engine.parameter_tier import PlannedGroup
-from deepspeed.engine.tiers import is_offloaded
-from deepspeed.offload import placement
 from deepspeed.offload.parameter_plan import BucketShard, ParameterPlan, plan_parameters
 from deepspeed.offload.sub_groups import aligned, plan_sub_groups
 from deepspeed.offload.write_behind import WINDOW_NBYTES, WINDOWS
-from deepspeed.planning.terms import Term, Tier
+from deepspeed.planning.places import Places
+from deepspeed.planning.terms import Term
 from deepspeed.zero.extents import extents_of
 from deepspeed.zero.residence import OnHost
 
-__all__ = ["Places"]
+__all__ = ["Tiers"]
 
 _STAGED = 2  # sub-groups of `zero.delivery`: one is filled while the other is copied
 _BUFFERS = "a smaller sub_group_size or buffer_count"
 
 
-@dataclass(frozen=True)
-class Places:
-    """Where the parts of one engine rest."""
-
-    config: DeepSpeedConfig
-    is_apart: bool
-    """Whether host memory is other memory than the device's."""
-
-    is_cpu: bool
-    """Whether the device is the CPU."""
-
-    @classmethod
-    def of(cls, config: DeepSpeedConfig, device_type: str) -> Places:
-        """Those on a kind of device."""
-        return cls(config, placement.is_host_apart(torch.device(device_type)), device_type == "cpu")
-
-    @property
-    def state(self) -> Tier:
-        """Of masters and optimizer state."""
-        block = self.config.zero_optimization.offload_optimizer
-        return self._tier(block.device) if block is not None and is_offloaded(self.config) else "device"
-
-    @property
-    def gradient(self) -> Tier:
-        """Of this rank's gradients."""
-        return "host" if self.state != "device" and self.is_apart else "device"
-
-    @property
-    def weight(self) -> Tier:
-        """Of sharded weights, those that do not rest in a file."""
-        block = self.config.zero_optimization.offload_param
-        is_moved = self.config.zero_optimization.stage == 3 and block is not None and block.device != "none"
-        return "host" if is_moved and self.is_apart else "device"
-
-    def _tier(self, device: str) -> Tier:
-        return "nvme" if device == "nvme" else "host" if device == "cpu" and self.is_apart else "device"
+class Tiers(Places):
+    """Where the parts of one engine rest, with bytes."""
 
     def has_masters(self, group: PlannedGroup, away: ParameterPlan, number: int) -> bool:
         """Whether what the optimizer steps is other memory than the model's values (`zero.flat`, `engine.tiers`)."""

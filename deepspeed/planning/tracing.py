@@ -8,7 +8,7 @@ A gradient is let go as soon as it is whole; who walks through the timeline coun
 that repeat three are traced (`timeline`, [Note: the middle block]): the largest `ModuleList` or `Sequential` whose elements
 hold parameters of the same names and shapes. Where three do not look like blocks in a row, the whole model is traced.
 
-Called by `comparison`. Does not live here: model states (`states`), what a setting makes of a timeline (`passes`).
+Called by `of_module`. Does not live here: model states (`states`), what a setting makes of a timeline (`passes`).
 """
 
 from __future__ import annotations

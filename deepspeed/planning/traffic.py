@@ -7,12 +7,27 @@
     3       gathers in forward and backward + reduce        a (2 W + G); a (W + G) where weights stay gathered
 
 G and W are bytes of all gradients and weights, each times (ranks - 1) / ranks: what a ring or any other algorithm of the
-same volume sends. Source: ZeRO (arXiv:1910.02054), section 7. Called by `comparison`.
+same volume sends. Source: ZeRO (arXiv:1910.02054), section 7. Called by planners.
 """
 
 from __future__ import annotations
 
-__all__ = ["sent_nbytes", "transfer_seconds"]
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.planning.terms import ModelStates
+
+__all__ = ["sent_by", "sent_nbytes", "transfer_seconds"]
+
+
+def sent_by(states: ModelStates, config: DeepSpeedConfig, ranks: int) -> int:
+    """`sent_nbytes` of a setting."""
+    return sent_nbytes(
+        config.zero_optimization.stage,
+        states.weight_nbytes,
+        states.gradient_nbytes,
+        ranks,
+        config.gradient_accumulation_steps,
+        stays_gathered=states.stays_gathered,
+    )
 
 
 def sent_nbytes(

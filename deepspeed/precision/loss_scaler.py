@@ -24,7 +24,8 @@ from typing import Any
 import torch
 
 from deepspeed.errors import ArgumentError, NonFiniteError
-from deepspeed.precision.policy import PrecisionConfig, autocast_dtype
+from deepspeed.precision.formats import PrecisionConfig
+from deepspeed.precision.policy import autocast_dtype
 
 _LARGEST_SCALE = 2.0**127  # the largest power of two that float32 holds
 

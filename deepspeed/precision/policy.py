@@ -1,11 +1,12 @@
 """Which format each kind of tensor of a run has, and putting a module into it.
 
-    config -> DtypePolicy -> cast_module(module)            parameters and buffers, in place
-                    |-> param_for(p), master_for(p), grad_accumulation_for(dtype), communication_for(dtype)
+    config -> Formats -> DtypePolicy -> cast_module(module)            parameters and buffers, in place
+                               |-> param_for(p), master_for(p), grad_accumulation_for(dtype), communication_for(dtype)
 
 Without `fp16` or `bf16` every parameter keeps the format it came with: a float64 model trains in float64.
 
-Not here: whether a device has a format (`accelerator`), scaling (`loss_scaler`), autocast itself (the engine).
+Not here: what the configuration asks for (`formats`), whether a device has a format (`accelerator`), scaling
+(`loss_scaler`), autocast itself (the engine).
 """
 
 from __future__ import annotations
@@ -15,46 +16,18 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.config.precision import BF16Config, DataTypesConfig, FP16Config, TorchAutocastConfig
 from deepspeed.errors import ConfigError
+from deepspeed.precision.formats import Formats, PrecisionConfig
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _NO_CAST = "_deepspeed_no_cast"
-
-
-class PrecisionConfig(Protocol):
-    """The part of the config that this room reads."""
-
-    @property
-    def fp16(self) -> FP16Config:
-        """The block `fp16`."""
-
-    @property
-    def bf16(self) -> BF16Config:
-        """The block `bf16`."""
-
-    @property
-    def torch_autocast(self) -> TorchAutocastConfig:
-        """The block `torch_autocast`."""
-
-    @property
-    def data_types(self) -> DataTypesConfig:
-        """The block `data_types`."""
-
-    @property
-    def communication_data_type(self) -> str | None:
-        """The key of that name: fp16, bf16, fp32 or None."""
-
-    @property
-    def seq_parallel_communication_data_type(self) -> str | None:
-        """Likewise."""
 
 
 @dataclass(frozen=True)
@@ -92,30 +65,15 @@ class DtypePolicy:
         Raises:
             ConfigError: `data_types.param_dtype` contradicts `fp16` and `bf16`.
         """
-        mode = "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32"
-        types = config.data_types
-        if types.param_dtype not in (None, mode):
-            raise ConfigError(
-                f'data_types.param_dtype = "{types.param_dtype}", but fp16.enabled and bf16.enabled make parameters {mode}. '
-                "Change one of them, or leave param_dtype out."
-            )
-        is_16_bit = mode != "fp32"
-        has_16_bit_master = (mode == "fp16" and config.fp16.fp16_master_weights_and_grads) or (
-            mode == "bf16" and config.bf16.bf16_master_weights_and_grads
-        )
-        has_16_bit_state = mode == "bf16" and config.bf16.bf16_optimizer_states
-        keep = types.keep_in_fp32_modules
-        communication = _dtype(config.communication_data_type)
-        if shares_sequences:
-            communication = _dtype(config.seq_parallel_communication_data_type)
-        is_wide = shares_sequences and communication is torch.float32  # fp64 gradients stay as wide as they are
+        formats = Formats.of(config, shares_sequences=shares_sequences)
+        keep = config.data_types.keep_in_fp32_modules
         return cls(
-            param=DTYPES[mode] if is_16_bit else None,
-            master=(DTYPES[mode] if has_16_bit_master else torch.float32) if is_16_bit else None,
-            state=(DTYPES[mode] if has_16_bit_state else torch.float32) if has_16_bit_master else None,
-            grad_accumulation=_dtype(types.grad_accum_dtype),
-            communication=None if is_wide else communication or (DTYPES[mode] if is_16_bit else None),
-            buffer=_dtype(types.buffer_dtype),
+            param=_dtype(formats.param),
+            master=_dtype(formats.master),
+            state=_dtype(formats.state),
+            grad_accumulation=_dtype(formats.grad_accumulation),
+            communication=_dtype(formats.communication),
+            buffer=_dtype(formats.buffer),
             keep_in_fp32="auto" if keep == "auto" else tuple(keep),
             autocast=autocast_dtype(config, device_type),
         )

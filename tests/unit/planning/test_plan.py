@@ -15,12 +15,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import deepspeed
+from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import ArgumentError, ConfigError
-from deepspeed.planning import RankPlan, Term, plan
+from deepspeed.planning import RankPlan, Term, formula, plan
 from deepspeed.planning.command import main, nbytes_of
 from deepspeed.planning.gathered import most_gathered_numel
+from deepspeed.planning.kept_state import kept_nbytes
 from deepspeed.planning.page import page
 from deepspeed.planning.traffic import sent_nbytes, transfer_seconds
+from deepspeed.precision.formats import Formats
 from deepspeed.zero.prefetch import GatherSettings
 
 _BF16 = {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
@@ -84,6 +87,9 @@ def test_settings_that_do_not_start_are_left_out_with_the_reason() -> None:
     found = plan(Net(), {**_BF16, "bf16": {"enabled": True, "bf16_master_weights_and_grads": True}, **_stage(1)}, 2)
     assert "stage 0" not in [each.label for each in found.others]
     assert any(note.startswith("stage 0 is left out: ") and "bf16_master_weights_and_grads" in note for note in found.notes)
+
+
+_NARROW = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 
 
 def _stage(stage: int) -> dict[str, Any]:
@@ -217,6 +223,7 @@ def test_sequence_ranks_share_model_states_and_tokens() -> None:
         ({"bf16": {"enabled": True}}, "Lion", 12),
         ({}, "SGD", 8),
         ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}, **_stage(1)}, "AdamW", 12),
+        ({"bf16": {"enabled": True, **_NARROW}, **_stage(1)}, "AdamW", 8),  # 2 + 2 + 4, the masters are the weights
     ],
 )
 def test_a_bare_number_is_counted_in_the_configurations_formats(
@@ -224,6 +231,19 @@ def test_a_bare_number_is_counted_in_the_configurations_formats(
 ) -> None:
     config = {**formats, "optimizer": {"type": optimizer, "params": {"lr": 0.1}}}
     assert plan(1e6, config, 1).asked.peak_nbytes() == nbytes * 10**6
+
+
+def test_tensor_ranks_share_a_bare_number() -> None:
+    found = plan(1e6 + 1, {"tensor_parallel": {"autotp_size": 2}}, 4)
+    assert (found.numel, found.ranks) == (1_000_001, 4)
+    assert found.asked.peak_nbytes() == 16 * 500_001
+
+
+def test_what_the_formula_asks_of_names_is_what_it_asks_of_optimizers() -> None:
+    for formats in ({}, {"bf16": {"enabled": True}}, {"bf16": {"enabled": True, **_NARROW}, **_stage(1)}):
+        for name in ("AdamW", "Adam", "Lion", "Lamb"):
+            config = DeepSpeedConfig({"train_batch_size": 1, "optimizer": {"type": name}, **formats})
+            assert formula._state_nbytes(config, Formats.of(config)) == kept_nbytes(config)
 
 
 def test_without_an_optimizer_adamw_is_counted_and_told() -> None:

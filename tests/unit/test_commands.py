@@ -1,0 +1,59 @@
+"""Which heavy libraries each command loads: a command that needs none answers at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+HEAVY = ("torch", "transformers", "numpy", "pandas", "triton", "sympy", "matplotlib", "scipy", "jinja2", "safetensors")
+_RUN = """
+import importlib, json, sys
+module, function, *words = sys.argv[1:]
+sys.argv[1:] = words
+try:
+    status = getattr(importlib.import_module(module), function)()
+except SystemExit as end:
+    status = end.code
+assert status in (None, 0), status
+sys.stderr.write(json.dumps([name for name in %r if name in sys.modules]))
+"""
+
+
+def _loaded(target: str, words: list[str]) -> set[str]:
+    """Heavy libraries that a command has loaded when it ends."""
+    command = [sys.executable, "-c", _RUN % (HEAVY,), *target.split(":"), *words]
+    environ = {**os.environ, "COLUMNS": "120"}
+    done = subprocess.run(command, cwd=REPOSITORY, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+    return set(json.loads(done.stderr.splitlines()[-1]))
+
+
+_RUNNER = "deepspeed.launcher.runner:main"
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        (_RUNNER, "--help"),
+        (_RUNNER, "plan --help"),
+        (_RUNNER, "plan --params 70e9 --world-size 64 --device-memory 80GB"),
+        (_RUNNER, "plan --params 7e9 --world-size 8 --dtype fp32 --optimizer Lion --json"),
+        (_RUNNER, "report --help"),
+        (_RUNNER, "top --help"),
+        (_RUNNER, "--check --help"),
+        ("deepspeed.config.check:main", "--help"),
+        ("deepspeed.config.check:main", "reference"),
+        ("deepspeed.pipe.command:main", "--help"),
+        ("deepspeed.elasticity.command:main", "--help"),
+        ("deepspeed.launcher.ssh_command:main", "--help"),
+    ],
+)
+def test_a_command_loads_nothing_heavy(target: str, words: str) -> None:
+    assert _loaded(target, words.split()) == set()
