@@ -23,6 +23,9 @@ READY := .venv/.ready
 # Optimizers, quantiser, file engine and copies themselves, the tiers, and each ZeRO stage with each optimizer.
 TWIN_TESTS := tests/unit/ops tests/unit/offload tests/unit/test_env_report.py tests/ranks/test_optimizers_sharded.py
 
+# A test run starts thousands of processes: without bytecode each would compile our modules anew, and pytest rewrite the tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train test test-twins client-suites lint lint-style lint-types lint-layers lint-spelling bench docs clean
 
 train: $(READY)
