@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal t
     from deepspeed.comm import init_distributed as init_distributed
     from deepspeed.common.logging import log_dist as log_dist
     from deepspeed.common.logging import logger as logger
+    from deepspeed.common.on_device import OnDevice as OnDevice
     from deepspeed.config import DeepSpeedConfig as DeepSpeedConfig
     from deepspeed.config.arguments import add_config_arguments as add_config_arguments
     from deepspeed.data import DeepSpeedDataLoader as DeepSpeedDataLoader
@@ -53,6 +54,7 @@ _NAMES = {
     "DeepSpeedOptimizer": "deepspeed.zero.optimizer:DeepSpeedOptimizer",
     "DeepSpeedOptimizerCallable": "deepspeed.api:DeepSpeedOptimizerCallable",
     "DeepSpeedSchedulerCallable": "deepspeed.api:DeepSpeedSchedulerCallable",
+    "OnDevice": "deepspeed.common.on_device:OnDevice",
     "PipelineModule": "deepspeed.pipe.module:PipelineModule",
     "__git_branch__": "deepspeed.version:git_branch",
     "__git_hash__": "deepspeed.version:git_hash",
@@ -102,7 +104,6 @@ _UNBUILT_NAMES = (
     "DeepSpeedTransformerConfig",
     "DeepSpeedTransformerLayer",
     "InferenceEngine",
-    "OnDevice",
     "autotuning",
     "compression",
     "default_inference_config",

@@ -1,5 +1,6 @@
 """Where metrics go: `MonitorMaster` hands each event to every writer that the config enables."""
 
+from deepspeed.monitor import monitor
 from deepspeed.monitor.aim import AimMonitor
 from deepspeed.monitor.comet import CometMonitor
 from deepspeed.monitor.csv_files import CsvMonitor as csvMonitor
@@ -21,4 +22,5 @@ __all__ = [
     "WandbMonitor",
     "Writer",
     "csvMonitor",
+    "monitor",
 ]

@@ -6,6 +6,7 @@ from deepspeed.common.lazy import attach
 
 _SUBMODULES = ("groups", "logging", "numa", "tensor_fragment", "timer", "z3_leaf_module", "zero_to_fp32", "zero_to_torch")
 _NAMES = {
+    "OnDevice": "deepspeed.common.on_device:OnDevice",
     "RepeatingLoader": "deepspeed.data:RepeatingLoader",
     **{
         name: f"deepspeed.zero.leaf:{name}"

@@ -29,6 +29,7 @@ DOTTED = [
     "deepspeed.checkpointing._set_cuda_rng_state",
     "deepspeed.checkpointing.configure",
     "deepspeed.module_inject.AutoTPPresets.llama",
+    "deepspeed.monitor.monitor.MonitorMaster",
     "deepspeed.module_inject.layers.GatherReplacedLayerParams",
     "deepspeed.runtime.activation_checkpointing.checkpointing.checkpoint",
     "deepspeed.runtime.base_optimizer.DeepSpeedOptimizer",
