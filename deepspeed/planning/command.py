@@ -20,6 +20,7 @@ from typing import Any
 
 from rich.console import Console
 
+from deepspeed.common.pages import write_page
 from deepspeed.errors import DeepSpeedError
 from deepspeed.planning.comparison import Comparison
 from deepspeed.planning.page import page
@@ -77,7 +78,7 @@ def _config(args: argparse.Namespace) -> dict[str, Any]:
 
 def _write(found: Comparison, args: argparse.Namespace) -> None:
     if args.html is not None:
-        args.html.write_text(page(found, args.bandwidth), encoding="utf-8")
+        write_page(args.html, page(found, args.bandwidth), "give --html another FILE.")
     if args.json:
         sys.stdout.write(json.dumps(found.as_dict(), indent=1) + "\n")
     elif args.html is None:

@@ -7,6 +7,7 @@ Everything that comes from the caller (names of models, texts of errors) is esca
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -44,7 +45,7 @@ def page(comparison: Comparison, bandwidth: float | None = None) -> str:
         for term in sorted(asked.terms, key=lambda each: -each.nbytes)
     ]
     rows = [
-        {"label": row[0], "cells": row[1:], "percent": _percent(plan.peak_nbytes(), most)}
+        {"label": row[0], "cells": _answer_first(sides, row)[1:], "percent": _percent(plan.peak_nbytes(), most)}
         for plan, row in zip(sides.plans, sides.rows, strict=True)
     ]
     text: str = template.render(
@@ -55,10 +56,18 @@ def page(comparison: Comparison, bandwidth: float | None = None) -> str:
         peak=amount(asked.peak_nbytes()),
         sentences=sentences(comparison),
         terms=terms,
-        columns=sides.columns,
+        columns=_answer_first(sides, sides.columns),
         rows=rows,
     )
     return text
+
+
+def _answer_first(sides: Sides, row: Sequence[str]) -> list[str]:
+    """Whether a setting fits stands beside its name: a phone has no room for the last column."""
+    cells = list(row)
+    if "fits" in sides.columns:
+        cells.insert(1, cells.pop(list(sides.columns).index("fits")))
+    return cells
 
 
 def _percent(nbytes: float, of: float) -> str:

@@ -17,7 +17,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Numbers", "Places", "Rows", "Table"]
+__all__ = ["Numbers", "Places", "Rows", "Table", "bounded"]
 
 Numbers: TypeAlias = NDArray[np.float64]
 Places: TypeAlias = NDArray[np.intp]
@@ -25,7 +25,7 @@ Places: TypeAlias = NDArray[np.intp]
 _BLOCK = 4096  # rows that wait as Python objects
 _MOST_NAMES = 256  # of one group: a damaged log may tell another name in every line
 _FARTHEST = 1e290  # values beyond it count as it: their sums would overflow
-_LARGEST = 2**53  # whole numbers beyond it are not all floats
+_LARGEST = 2**51  # whole numbers beyond it count as it: halves are floats up to there, which an axis needs
 
 
 class _Growing:
@@ -141,6 +141,11 @@ class Rows:
         """The value of the last row."""
         values = self.values(name, group)[-1:]
         return None if len(values) == 0 or np.isnan(values[0]) else float(values[0])
+
+
+def bounded(value: float) -> float:
+    """The value, or the nearest that counts."""
+    return min(max(value, -_FARTHEST), _FARTHEST)
 
 
 def _float_of(value: float | None) -> float | None:

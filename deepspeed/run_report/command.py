@@ -19,7 +19,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from deepspeed.errors import DeepSpeedError, FileIoError
+from deepspeed.common.pages import write_page
+from deepspeed.errors import DeepSpeedError
 from deepspeed.run_report import facts
 from deepspeed.run_report.page import render
 from deepspeed.run_report.reading import Run, read_run
@@ -36,7 +37,8 @@ def main(words: Sequence[str]) -> int:
         if args.json:
             sys.stdout.write(json.dumps(as_dict(run, time.time()), indent=1, allow_nan=False) + "\n")
             return 0
-        path = _write(args.out or Path(args.run_dir) / "report.html", render(run, time.time()))
+        path = args.out or Path(args.run_dir) / "report.html"
+        write_page(path, render(run, time.time()), "--out FILE.html says where else.")
     except DeepSpeedError as error:
         sys.stderr.write(f"deepspeed report: {error}\n")
         return 2
@@ -78,18 +80,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(inner) for key, inner in value.items()}
     return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value
-
-
-def _write(path: Path, page: str) -> Path:
-    try:
-        path.write_text(page, encoding="utf-8", errors="replace")  # a folder's name may be no text
-    except OSError as error:
-        raise FileIoError(
-            error.errno,
-            f"{path}: the page could not be written there ({error.strerror}); --out FILE.html says where else.",
-            str(path),
-        ) from error
-    return path
 
 
 def _parser() -> argparse.ArgumentParser:

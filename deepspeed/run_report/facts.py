@@ -18,7 +18,7 @@ import numpy as np
 from deepspeed.run_log import Checkpoint, Experts
 from deepspeed.run_report.columns import Numbers, Places, Rows, Table
 from deepspeed.run_report.reading import Attempt, Run
-from deepspeed.run_report.segments import RANK_STEP
+from deepspeed.run_report.segments import RANK_STEP, CommTotal
 
 __all__ = [
     "Curve",
@@ -248,15 +248,17 @@ class Operation:
 
 def operations(run: Run) -> list[Operation]:
     """Collective operations, the longest first; steps that were redone count, too."""
-    sums: dict[str, tuple[float, float, float]] = {}
+    sums: dict[str, CommTotal] = {}
     ranks = set()
     for attempt in run.attempts:
         for rank, told in attempt.ranks.items():
             for name, total in told.comm.items():
-                count, nbytes, seconds = sums.get(name, (0.0, 0.0, 0.0))
-                sums[name] = (count + total.count, nbytes + total.nbytes, seconds + total.seconds)
+                sums.setdefault(name, CommTotal()).add(total)
                 ranks.add(rank)
-    found = [Operation(name, *(each / len(ranks) for each in told)) for name, told in sums.items()]
+    found = [
+        Operation(name, *(each / len(ranks) for each in (told.count, told.nbytes, told.seconds)))
+        for name, told in sums.items()
+    ]
     return sorted(found, key=lambda each: (-each.seconds, -each.nbytes, each.name))
 
 

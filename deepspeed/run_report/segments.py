@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from deepspeed.run_log import KINDS, Checkpoint, End, Experts, Profile, RankStep, Record, Schedule, Start, Step
-from deepspeed.run_report.columns import Table
+from deepspeed.run_log import KINDS, Checkpoint, CommSums, End, Experts, Profile, RankStep, Record, Schedule, Start, Step
+from deepspeed.run_report.columns import Table, bounded
 
 __all__ = ["EXPERTS", "RANK_STEP", "STEP", "CommTotal", "Segment", "loads"]
 
@@ -40,6 +40,12 @@ class CommTotal:
     count: float = 0.0
     nbytes: float = 0.0
     seconds: float = 0.0
+
+    def add(self, told: CommSums | CommTotal) -> None:
+        """Count what was told; sums stay so far below the largest number that sums of them are finite, too."""
+        self.count = bounded(self.count + told.count)
+        self.nbytes = bounded(self.nbytes + told.nbytes)
+        self.seconds = bounded(self.seconds + told.seconds)
 
 
 @dataclass
@@ -84,9 +90,7 @@ class Segment:
         for name, told in (record.comm or {}).items():
             if told is not None and (name in self.comm or len(self.comm) < _MOST_OPERATIONS):
                 total = self.comm.setdefault(name, CommTotal())
-                total.count += told.count
-                total.nbytes += told.nbytes
-                total.seconds += told.seconds
+                total.add(told)
 
     def of(self, kind: type[_Kept]) -> tuple[_Kept, ...]:
         """The records of a kind that are kept as they are."""

@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from deepspeed.common.wording import some
-from deepspeed.run_log import Schedule
+from deepspeed.run_log import FORMAT, Schedule
 from deepspeed.run_report import facts, texts
 from deepspeed.run_report.columns import Numbers
 from deepspeed.run_report.reading import Run
@@ -192,7 +192,7 @@ def _of_training(run: Run, summary: Summary) -> Iterable[Finding]:
         part = summary.skipped / summary.last_step
         level: Level = "watch" if part > 0.02 else "note"
         yield Finding(
-            level, f"{summary.skipped} step(s) were skipped ({texts.share(part)}): gradients overflowed.", "precision"
+            level, f"{summary.skipped:,} step(s) were skipped ({texts.share(part)}): gradients overflowed.", "precision"
         )
     yield from _of_throughput(kept.known("samples_per_second"))
 
@@ -237,7 +237,9 @@ def _of_experts(run: Run) -> Iterable[Finding]:
             idle = sum(1 for load in known if load < _COLD)
             also = f"; {idle} of {len(known)} experts are almost idle" if idle else ""
             yield Finding(
-                "watch", f"{name}: one expert gets {max(known):.1f} times its even share of tokens{also}.", "experts"
+                "watch",
+                f"{name}: one expert gets {texts.number(max(known), 2)} times its even share of tokens{also}.",
+                "experts",
             )
 
 
@@ -272,6 +274,14 @@ def _of_folder(run: Run) -> Iterable[Finding]:
 
 
 def _of_log(run: Run) -> Iterable[Finding]:
+    formats = {start.format or FORMAT for attempt in run.attempts for start in attempt.starts.values()}
+    if max(formats, default=FORMAT) > FORMAT:
+        yield Finding(
+            "watch",
+            f"The log has format {max(formats)}, this version reads {FORMAT}: values may mean something else. Read it with "
+            "the version that wrote it.",
+            "log",
+        )
     if run.unread:
         first = run.unread[0]
         yield Finding(

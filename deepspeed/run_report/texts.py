@@ -1,6 +1,6 @@
 """Numbers as a person reads them, the same on the page and in the terminal. Pure.
 
-1234567 -> 1.23 M      0.0041 s -> 4.10 ms      5400 s -> 1 h 30 min      1.3e10 bytes -> 13.0 GB
+1234567 -> 1.23 M      0.0041 s -> 4.10 ms      5400 s -> 1 h 30 min      1.3e10 bytes -> 13.0 GB      not finite -> -
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SMALL = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 
 def number(value: float | None, digits: int = 4) -> str:
     """A value without unit, such as a loss: `2.347`, `0.0003`, `1.2e-07`."""
-    if value is None:
+    if value is None or not math.isfinite(value):
         return UNKNOWN
     if value == 0 or 1e-4 <= abs(value) < 10**digits:
         return f"{value:.{digits}g}"
@@ -26,17 +26,17 @@ def number(value: float | None, digits: int = 4) -> str:
 
 def count(value: float | None, unit: str = "") -> str:
     """How many, in three digits: `124 M`, `312 TFLOPS` with the unit "FLOPS"."""
-    return UNKNOWN if value is None else _scaled(value, unit)
+    return UNKNOWN if value is None or not math.isfinite(value) else _scaled(value, unit)
 
 
 def nbytes(value: float | None) -> str:
     """Bytes of 1000: `13.0 GB`."""
-    return UNKNOWN if value is None else _scaled(value, "B")
+    return UNKNOWN if value is None or not math.isfinite(value) else _scaled(value, "B")
 
 
 def seconds(value: float | None) -> str:
     """A short time: `231 ms`, `1.52 s`; from two minutes on as `duration`."""
-    if value is None:
+    if value is None or not math.isfinite(value):
         return UNKNOWN
     if value >= 120:
         return duration(value)
@@ -48,7 +48,7 @@ def seconds(value: float | None) -> str:
 
 def duration(value: float | None) -> str:
     """A long time: `45 s`, `12 min 5 s`, `1 h 30 min`, `3 d 4 h`."""
-    if value is None:
+    if value is None or not math.isfinite(value):
         return UNKNOWN
     if value >= 1e12:  # no time of a run
         return f"{value:.3g} s"
@@ -65,7 +65,7 @@ def duration(value: float | None) -> str:
 
 def share(value: float | None) -> str:
     """A part of one: `41.2 %`."""
-    return UNKNOWN if value is None else f"{_three(100 * value) if value else 0} %"
+    return UNKNOWN if value is None or not math.isfinite(value) else f"{_three(100 * value) if value else 0} %"
 
 
 def clock(time: float | None) -> str:

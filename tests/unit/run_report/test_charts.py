@@ -223,7 +223,7 @@ def test_values_are_written_for_people(value: float, text: str) -> None:
     assert texts.number(value) == text
 
 
-@given(value=_FLOATS)
+@given(value=st.floats())
 def test_no_number_is_too_odd_to_be_written(value: float) -> None:
     for write in (texts.number, texts.count, texts.nbytes, texts.seconds, texts.share, texts.clock):
         assert 0 < len(write(value)) < 40
