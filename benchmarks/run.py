@@ -38,6 +38,7 @@ from benchmarks import (  # noqa: E402
     offload_step,
     overhead,
     pipeline_step,
+    plan_time,
     reduce_update,
     step_walk,
     tensor_step,
@@ -54,6 +55,7 @@ from benchmarks.harness.report import as_json, case_lines, machine_facts  # noqa
 _MODULES = (
     import_time,
     launch,
+    plan_time,
     initialize,
     train_step,
     trainer_step,

@@ -133,7 +133,8 @@ def repeated(recorded: Sequence[Recorded], name: str, count: int) -> Timeline | 
             is_forward = at == zones.forward.stop
             numbers = range(1, count - 1) if is_forward else range(count - 2, 0, -1)
             middle = recorded[zones.forward.start : zones.forward.stop] if is_forward else zones.of_backward(recorded)
-            stretches += [_renamed(part, f"{name}.1", f"{name}.{number}") for number in numbers for part in middle]
+            parts = [_summed(part.mark, (nbytes for nbytes, _ in part.changes)) for part in middle]
+            stretches += [_renamed(part, f"{name}.1", f"{name}.{number}") for number in numbers for part in parts]
         stretches.append(_summed(_renamed_mark(each.mark, f"{name}.2", f"{name}.{count - 1}"), changes))
     return Timeline(tuple(stretches))
 
@@ -200,8 +201,8 @@ def _first(marks: Sequence[Mark], mark: Mark, begin: int) -> int | None:
     return next((at for at in range(begin, len(marks)) if marks[at] == mark), None)
 
 
-def _renamed(part: Recorded, old: str, new: str) -> Stretch:
-    return _summed(_renamed_mark(part.mark, old, new), (nbytes for nbytes, _ in part.changes))
+def _renamed(part: Stretch, old: str, new: str) -> Stretch:
+    return part._replace(mark=_renamed_mark(part.mark, old, new))
 
 
 def _renamed_mark(mark: Mark, old: str, new: str) -> Mark:

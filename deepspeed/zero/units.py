@@ -126,9 +126,12 @@ class _Walk:
     def _is_one(self, module: nn.Module, *, is_element: bool) -> bool:
         if is_leaf(module) or next(module.children(), None) is None:
             return True
-        mine = [p for p in _unique(module.parameters()) if p in self._sharded]
-        if is_element and sum(self._sharded[p] for p in mine if p not in self._claimed) <= self._limit_numel:
-            return True
+        if is_element:
+            mine = [p for p in _unique(module.parameters()) if p in self._sharded]
+            if sum(self._sharded[p] for p in mine if p not in self._claimed) <= self._limit_numel:
+                return True
+        if not self._granularity_threshold:
+            return False
         numel = sum(self._sharded.get(p, p.numel()) for p in _unique(module.parameters()))
         return numel < self._granularity_threshold * sum(1 for _ in module.modules())
 

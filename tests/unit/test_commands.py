@@ -1,4 +1,4 @@
-"""Which heavy libraries each command loads: a command that needs none answers at once."""
+"""Which heavy libraries each command loads: one that needs none answers at once."""
 
 from __future__ import annotations
 
@@ -45,8 +45,6 @@ _RUNNER = "deepspeed.launcher.runner:main"
         (_RUNNER, "plan --help"),
         (_RUNNER, "plan --params 70e9 --world-size 64 --device-memory 80GB"),
         (_RUNNER, "plan --params 7e9 --world-size 8 --dtype fp32 --optimizer Lion --json"),
-        (_RUNNER, "report --help"),
-        (_RUNNER, "top --help"),
         (_RUNNER, "--check --help"),
         ("deepspeed.config.check:main", "--help"),
         ("deepspeed.config.check:main", "reference"),
@@ -57,3 +55,23 @@ _RUNNER = "deepspeed.launcher.runner:main"
 )
 def test_a_command_loads_nothing_heavy(target: str, words: str) -> None:
     assert _loaded(target, words.split()) == set()
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "deepspeed.bench.command:main",
+        "deepspeed.checkpoint.ds_to_universal:main",
+        "deepspeed.checkpoint.tools.main:main",
+        "deepspeed.env_report:cli_main",
+        "deepspeed.nvme.io_command:main",
+        "deepspeed.nvme.tune_command:main",
+    ],
+)
+def test_a_command_that_works_on_tensors_loads_torch_and_nothing_else(target: str) -> None:
+    assert _loaded(target, ["--help"]) == {"torch", "numpy"}  # numpy: by torch
+
+
+@pytest.mark.parametrize("words", ["report --help", "top --help"])
+def test_readers_of_run_logs_load_numpy_for_their_columns_and_nothing_else(words: str) -> None:
+    assert _loaded(_RUNNER, words.split()) == {"numpy"}

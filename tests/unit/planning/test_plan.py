@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import deepspeed
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import ArgumentError, ConfigError
-from deepspeed.planning import RankPlan, Term, formula, plan
+from deepspeed.planning import RankPlan, Term, formula, plan, tracing
 from deepspeed.planning.command import main, nbytes_of
 from deepspeed.planning.gathered import most_gathered_numel
 from deepspeed.planning.kept_state import kept_nbytes
@@ -299,3 +299,45 @@ def test_a_configuration_and_what_stands_for_one_exclude_each_other(capsys: pyte
     assert "--dtype and --optimizer" in capsys.readouterr().err
     assert main(["--params", "1e9", "--world-size", "1", "--dtype", "fp32", "--optimizer", "SGD", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["asked"]["device_peak_nbytes"] == 8 * 10**9
+
+
+class _Mixed(nn.Module):
+    """Blocks of two kinds, so that not all are alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=number % 2 == 0) for number in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.sum()
+
+
+def _of_family(name: str) -> Any:
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "GPT2Config": {"n_embd": 32, "n_layer": 5, "n_head": 4, "vocab_size": 64, "n_positions": 32},
+        "LlamaConfig": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 5, "num_attention_heads": 4},
+        "MixtralConfig": {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 5,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "num_local_experts": 4,
+        },
+    }[name]
+    return getattr(transformers, name)(**{"vocab_size": 64, **sizes})
+
+
+@pytest.mark.parametrize("source", ["GPT2Config", "LlamaConfig", "MixtralConfig", "mixed"])
+def test_three_blocks_of_many_give_the_plan_of_all(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def planned() -> Any:
+        if source == "mixed":
+            return plan(_Mixed(), _BF16, 2, batch=((torch.empty(4, 8),), {})).as_dict()
+        return plan(_of_family(source), _BF16, 2, sequence_length=16).as_dict()
+
+    few = planned()
+    monkeypatch.setattr(tracing, "_repeated", lambda module: None)
+    assert planned() == few
