@@ -44,7 +44,7 @@ from deepspeed.comm.flat import (
 )
 from deepspeed.comm.mean import MeanRule
 from deepspeed.comm.meter import METER
-from deepspeed.comm.parts import BackendParts, LocalParts, PartsExchanger, SharedOrBackendParts, SharedParts
+from deepspeed.comm.parts import BackendParts, LocalParts, PartsExchanger, SharedOrBackendParts, SharedParts, row_nbytes
 from deepspeed.comm.patience import Patience
 from deepspeed.comm.recorder import RECORDER
 from deepspeed.comm.shared_memory import SharedMemory, share_memory
@@ -306,7 +306,7 @@ def _exchanger_at(place: _Place, group: Callable[[], dist.ProcessGroup | None], 
 
     def share(nbytes: int) -> SharedParts | None:
         here = replace(place, group=group())
-        memory = here.share(2 * here.world_size * nbytes, torch.uint8, True, "Parts of tensors", "exchanged")
+        memory = here.share(row_nbytes(nbytes, here.world_size), torch.uint8, True, "Parts of tensors", "exchanged")
         if memory is None:
             return None
         return SharedParts(memory, here.rank, here.ranks, here.patience(), record, _PROGRESS)

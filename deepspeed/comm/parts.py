@@ -34,10 +34,19 @@ from deepspeed.comm.patience import Patience
 from deepspeed.comm.shared_memory import SharedMemory
 from deepspeed.errors import CommError
 
-__all__ = ["BackendParts", "LocalParts", "PartsExchanger", "SharedOrBackendParts", "SharedParts", "part_nbytes"]
+__all__ = [
+    "BackendParts",
+    "LocalParts",
+    "PartsExchanger",
+    "SharedOrBackendParts",
+    "SharedParts",
+    "part_nbytes",
+    "row_nbytes",
+]
 
 Shape = tuple[int, ...]
 _ALIGNMENT = 64
+_SLOTS = 2
 
 
 class PartsExchanger(Protocol):
@@ -70,6 +79,11 @@ def part_nbytes(shapes: Sequence[Shape], itemsizes: Sequence[int]) -> int:
     """Bytes to set aside for a part of these tensors: their own, and up to 64 of padding after each."""
     own = sum(math.prod(shape) * itemsize for shape, itemsize in zip(shapes, itemsizes, strict=True))
     return own + _ALIGNMENT * len(shapes)
+
+
+def row_nbytes(largest_nbytes: int, ranks: int) -> int:
+    """What each rank adds to the shared memory of an exchange whose largest part is so large: [Note: two slots]."""
+    return _SLOTS * ranks * _padded(largest_nbytes)
 
 
 def _padded(nbytes: int) -> int:
@@ -149,9 +163,9 @@ class SharedParts:
     ) -> None:
         """Cut each row into 2 x ranks places; the parameters are those of `comm.shared_reducer.SharedMemoryReducer`."""
         world_size = len(ranks)
-        self.capacity_nbytes = memory.rows[0].numel() // (2 * world_size)
+        self.capacity_nbytes = memory.rows[0].numel() // (_SLOTS * world_size)
         """Bytes of a place: the largest part that fits."""
-        self._places = [row.view(2, world_size, self.capacity_nbytes) for row in memory.rows]
+        self._places = [row.view(_SLOTS, world_size, self.capacity_nbytes) for row in memory.rows]
         self._rank = rank
         self._ranks = ranks
         self._peers = Peers(memory.board, memory.processes, rank, ranks, patience, "exchange of parts", progress)

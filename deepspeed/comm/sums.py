@@ -25,10 +25,10 @@ from torch import Tensor
 
 from deepspeed.comm import collectives
 from deepspeed.comm.algorithms import parts_exchanger, record_as
-from deepspeed.comm.parts import PartsExchanger, part_nbytes
+from deepspeed.comm.parts import PartsExchanger, part_nbytes, row_nbytes
 from deepspeed.common.compiling import not_compiled
 
-__all__ = ["all_reduce_now", "start_all_reduce"]
+__all__ = ["all_reduce_now", "shared_nbytes_of_sums", "start_all_reduce"]
 
 Group = dist.ProcessGroup | None
 _record = record_as("all_reduce")
@@ -135,3 +135,10 @@ class _Way(NamedTuple):
 def _part_nbytes(x: Tensor, numel: int, ranks: int) -> int:
     part_numel = numel if ranks == _PAIR else -(-numel // ranks)
     return part_nbytes([(part_numel,)], [x.itemsize])
+
+
+def shared_nbytes_of_sums(largest_nbytes: int, ranks: int) -> int:
+    """What each of the CPU ranks of one host adds to the memory they sum in, if their largest tensor has so many bytes."""
+    block = min(largest_nbytes, _BLOCK_NBYTES)
+    part = block if ranks == _PAIR else -(-block // ranks)
+    return row_nbytes(part_nbytes([(part,)], [1]), ranks) if largest_nbytes else 0

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from deepspeed.checkpoint.utils import note_part
 from deepspeed.common.logging import log_dist, warn_once
 from deepspeed.errors import ArgumentError, UsageError
-from deepspeed.moe.dispatch import Exchange, Ways, from_rows, to_rows
+from deepspeed.moe.dispatch import Exchange, Ways, from_rows, rows_of_experts, to_rows
 from deepspeed.moe.experts import expert_group_name
 from deepspeed.moe.gating import pairs_of
 from deepspeed.moe.remaking import remaking
@@ -150,11 +150,11 @@ class SpreadExperts(nn.Module):
         hidden_TM = hidden.reshape(-1, hidden.shape[-1])
         exchange = None
         if self._axis is None:
-            rows_per_expert: list[int] = pairs.kept_E.tolist()
+            rows_per_expert = rows_of_experts(pairs)
             ways = Ways(pairs, sum(rows_per_expert))
             rows = to_rows(hidden_TM, ways)
         else:
-            exchange = Exchange(self._axis, pairs.kept_E, self.num_local_experts)
+            exchange = Exchange(self._axis, pairs, self.num_local_experts)
             ways = Ways(pairs, exchange.leaving_rows, gradient_factor=self.ep_size)
             rows, rows_per_expert = exchange.there(to_rows(hidden_TM, ways)), exchange.rows_per_expert
         with remaking() as remade:

@@ -31,13 +31,25 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deepspeed import comm
+from deepspeed.common.shapes_alone import even_counts, has_values
 from deepspeed.moe.gating import Pairs, Routing
 from deepspeed.topology.mesh import AxisGroup, Hops
 
-__all__ = ["SMALL_MESSAGE_NBYTES", "Exchange", "Ways", "from_rows", "to_rows"]
+__all__ = ["SMALL_MESSAGE_NBYTES", "Exchange", "Ways", "from_rows", "rows_of_experts", "to_rows"]
 
 SMALL_MESSAGE_NBYTES = 1 << 15
 """Bytes from one rank to another, in the mean, up to which two hops are no slower (docs/adr/0016, point 12)."""
+
+
+def rows_of_experts(routing: Routing | Pairs) -> list[int]:
+    """Rows of each expert. Waits for the device; where there are shapes alone, the rows of a router that is balanced."""
+    kept_E = routing.kept_E
+    if has_values(kept_E):
+        rows_E: list[int] = kept_E.tolist()
+        return rows_E
+    rows_E = even_counts(routing.slot_KT.numel(), kept_E.numel())
+    capacity = getattr(routing, "capacity", None)
+    return rows_E if capacity is None else [min(rows, capacity) for rows in rows_E]
 
 
 class Ways:
@@ -170,13 +182,19 @@ class Exchange:
 
     Args:
         axis: ranks that the experts are spread over.
-        kept_E: this rank's rows for each expert of the layer, on its device.
+        routing: of this rank's tokens, over all experts of the layer.
         num_local_experts: experts of each rank.
     """
 
-    def __init__(self, axis: AxisGroup, kept_E: Tensor, num_local_experts: int) -> None:
+    def __init__(self, axis: AxisGroup, routing: Routing | Pairs, num_local_experts: int) -> None:
+        kept_E = routing.kept_E
         self._axis, self._hops, self._device = axis, axis.hops(), kept_E.device
-        told = _counts(axis, kept_E, num_local_experts) if self._hops is None else _counts_by_hosts(self._hops, kept_E)
+        if not has_values(kept_E):
+            told = _counts_if_balanced(axis, rows_of_experts(routing), num_local_experts)
+        elif self._hops is None:
+            told = _counts(axis, kept_E, num_local_experts)
+        else:
+            told = _counts_by_hosts(self._hops, kept_E)
         self._counts = told
         self._ways: dict[bool, _Way] = {}
         self.leaving_rows = sum(told.leaving)
@@ -217,6 +235,12 @@ def _counts(axis: AxisGroup, kept_E: Tensor, num_local_experts: int) -> _Counts:
     comm.all_to_all_single(arriving_E, kept_E, group=axis.group)
     leaving, arriving = torch.stack([kept_E, arriving_E]).view(2, axis.size, num_local_experts).tolist()
     return _Counts(_sums(leaving), arriving, [], 0)
+
+
+def _counts_if_balanced(axis: AxisGroup, rows_E: Sequence[int], num_local_experts: int) -> _Counts:
+    """Of ranks that all have the same rows for each expert; nothing is sent."""
+    by_rank = [list(rows_E[at : at + num_local_experts]) for at in range(0, len(rows_E), num_local_experts)]
+    return _Counts(_sums(by_rank), [by_rank[axis.rank]] * axis.size, [], 0)
 
 
 def _counts_by_hosts(hops: Hops, kept_E: Tensor) -> _Counts:
@@ -289,7 +313,8 @@ def _order(keys: Sequence[int], counts: Sequence[int], device: torch.device) -> 
     """Index by which stretches of rows stand in the order of their keys, and its inverse; None where they do already."""
     if all(one <= other for one, other in pairwise(keys)):
         return None
-    index_X = torch.tensor(keys).repeat_interleave(torch.tensor(counts)).argsort(stable=True)
+    keys_X = torch.tensor(keys).repeat_interleave(torch.tensor(counts), output_size=sum(counts))
+    index_X = keys_X.argsort(stable=True)
     inverse_X = torch.empty_like(index_X)
     inverse_X[index_X] = torch.arange(index_X.numel())
     return index_X.to(device, non_blocking=True), inverse_X.to(device, non_blocking=True)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from deepspeed import comm
 from deepspeed.errors import ArgumentError, UsageError
-from deepspeed.moe.dispatch import Exchange, Ways, from_rows, to_rows
+from deepspeed.moe.dispatch import Exchange, Ways, from_rows, rows_of_experts, to_rows
 from deepspeed.moe.experts import Experts, expert_group_name
 from deepspeed.moe.gate import TopKGate
 from deepspeed.moe.gating import Routing
@@ -116,7 +116,7 @@ class MOELayer(nn.Module):
         return output_TM.view(*hidden.shape[:-1], output_TM.shape[-1])
 
     def _alone(self, hidden_TM: Tensor, routing: Routing) -> Tensor:
-        rows_per_expert: list[int] = routing.kept_E.tolist()
+        rows_per_expert = rows_of_experts(routing)
         ways = Ways(routing, sum(rows_per_expert))
         with remaking() as remade:
             rows_RM = remade.taken(to_rows(hidden_TM, ways), hidden_TM, ways.token_R)
@@ -129,7 +129,7 @@ class MOELayer(nn.Module):
                 f"experts are spread over ep_size={self.ep_size} ranks, and the layer was not told which. Give the model to "
                 "deepspeed.initialize, or call set_deepspeed_parallelism() of the MoE, on all ranks, before forward."
             )
-        exchange = Exchange(self._axis, routing.kept_E, self.num_local_experts)
+        exchange = Exchange(self._axis, routing, self.num_local_experts)
         ways = Ways(routing, exchange.leaving_rows, gradient_factor=self.ep_size)
         arrived_XM = exchange.there(to_rows(hidden_TM, ways))
         with remaking():

@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from deepspeed.common.saved_tensors import Hook, outer_hooks, unchanged, without_own_node
+from deepspeed.common.shapes_alone import is_plain
 
 __all__ = ["Remaking", "remaking"]
 
@@ -229,10 +230,10 @@ def _note_parts(notes: _Notes, func: Callable[..., Any], args: Sequence[Any], gi
 def _are_alike(result: Any, *inputs: Any) -> bool:
     """Whether all are plain tensors of one shape and kind, in a graph: [Note: only what is kept anyhow]."""
     return (
-        type(result) is Tensor
+        is_plain(result)
         and result.requires_grad
         and all(
-            type(each) is Tensor
+            is_plain(each)
             and each.requires_grad
             and each.dtype == result.dtype  # else autocast had a hand in it
             and each.shape == result.shape

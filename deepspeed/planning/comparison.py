@@ -94,7 +94,6 @@ class Asked:
         """It, or a neighbour of it; and the ranks that hold what the first one does, or other parts of it."""
         values = copy.deepcopy(dict(self.raw if raw is None else raw))
         sequence, tensor = sequence_ranks(values), self.tensor or tensor_ranks(values)
-        _refuse_stacked(values)
         if self.world_size % (sequence * tensor * self.pipe):
             of_stages = f"{self.pipe} stages x " if self.pipe > 1 else ""
             raise ArgumentError(
@@ -104,15 +103,6 @@ class Asked:
         data = self.world_size // (sequence * tensor * self.pipe)
         config = DeepSpeedConfig(values, dp_world_size=data, world_size=self.world_size)
         return config, Ranks(self.world_size // self.pipe, tensor)
-
-
-def _refuse_stacked(values: Mapping[str, Any]) -> None:
-    block = values.get("expert_parallel") or {}
-    if block.get("enabled") and block.get("autoep_size", 1) > 1:
-        raise ArgumentError(
-            f"expert_parallel.autoep_size = {block['autoep_size']}: the plan does not spread stacked experts over ranks. "
-            "Leave the block out: the plan then counts every expert on every rank."
-        )
 
 
 def compared(planners: Sequence[Plans], asked: Asked, config: DeepSpeedConfig, notes: tuple[str, ...] = ()) -> Comparison:

@@ -20,7 +20,7 @@ from deepspeed.config import DeepSpeedConfig
 from deepspeed.optim.kept import kept_tensors
 from deepspeed.planning.places import Places
 from deepspeed.planning.ranks import Ranks
-from deepspeed.planning.terms import ModelStates, RankPlan, Term
+from deepspeed.planning.terms import ModelStates, Moved, RankPlan, Term
 from deepspeed.planning.traffic import sent_by
 from deepspeed.precision.formats import NBYTES, Formats
 from deepspeed.sharding import estimate
@@ -47,7 +47,7 @@ class OfSize:
     def plan(self, label: str, config: DeepSpeedConfig) -> RankPlan:
         """One setting's."""
         states = states_by_formula(self.numel, config, self.ranks.zero, device_type=self.device_type)
-        return RankPlan(label, states.terms, sent_by(states, config, self.ranks.zero))
+        return RankPlan(label, states.terms, sent_by(states, config))
 
 
 def states_by_formula(numel: int, config: DeepSpeedConfig, ranks: int, *, device_type: str = "cuda") -> ModelStates:
@@ -79,7 +79,7 @@ def states_by_formula(numel: int, config: DeepSpeedConfig, ranks: int, *, device
         Term("gradients", int(states.gradient_nbytes), places.gradient if is_sharded else "device"),
         Term("masters and optimizer state", int(states.optimizer_nbytes), places.state),
     )
-    return ModelStates(terms, numel * NBYTES[param], numel * NBYTES[travels], stays_gathered=False)
+    return ModelStates(terms, (Moved(numel * NBYTES[param], numel * NBYTES[travels], ranks),), stays_gathered=False)
 
 
 def _state_nbytes(config: DeepSpeedConfig, formats: Formats) -> int:

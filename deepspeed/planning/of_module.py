@@ -1,6 +1,6 @@
 """Plans where there is a model: its layout, and a trace of what it is given.
 
-    subject   --> layers cut over tensor ranks (`cutting`) --> one timeline (`tracing`)        --> `planner`
+    subject   --> shared over ranks (`cutting`)            --> one timeline (`tracing`)        --> `planner`
     pipeline  --> each stage (`pipelines`)                 --> one timeline each (`stages`)    --> a `planner` each
 
 Called by `planned`. Does not live here: which settings (`comparison`), reading what was given (`sources`, `building`).
@@ -15,13 +15,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from deepspeed.config import DeepSpeedConfig
+from deepspeed.engine.experts import moe_layers
 from deepspeed.errors import ArgumentError
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.planning.building import Build, build_on, function_of
 from deepspeed.planning.comparison import NOT_TRACED, Asked, Comparison, compared
-from deepspeed.planning.cutting import cut_over_tensor_ranks
+from deepspeed.planning.cutting import as_first_rank
 from deepspeed.planning.pipelines import stages_planned
 from deepspeed.planning.planner import Planner
+from deepspeed.planning.sequences import exchanged
 from deepspeed.planning.sources import Subject, subject_of
 from deepspeed.planning.states import Optimizers
 from deepspeed.planning.timeline import Timeline
@@ -61,12 +63,15 @@ def _of_model(source: Any, batch: Batch | None, asked: Asked, sequence_length: i
     config, ranks = asked.config()
     sequence = config.sequence_parallel_size
     subject = subject_of(source, config.train_micro_batch_size_per_gpu, sequence_length, batch, sequence_ranks=sequence)
-    with cut_over_tensor_ranks(subject, config, ranks.tensor) as on_rank:
+    with as_first_rank(subject, config, ranks) as on_rank:
         module = on_rank.module
         with exact_batch_norm(module):
             timeline, recomputed, notes = _timelines(on_rank, config)
+            if timeline is not None and any(moe_layers(module)):
+                notes += ("routers are taken for balanced: every expert gets equally many tokens.",)
             inputs = 0 if timeline is None else _nbytes_of(on_rank.batch)
-            planner = Planner(on_rank, ranks, timeline, Optimizers(module), asked.device_type, inputs)
+            shared = exchanged(module, on_rank.batch, DtypePolicy.from_config(config, "cpu"), sequence)
+            planner = Planner(on_rank, ranks, timeline, Optimizers(module), asked.device_type, inputs, exchanged=shared)
             found = compared([planner], asked, config, notes)
     less = recomputed.peak_nbytes if recomputed is not None else None
     return replace(found, subject=subject.name, numel=subject.numel, recomputed_nbytes=less)

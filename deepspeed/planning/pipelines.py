@@ -16,11 +16,13 @@ from typing import NamedTuple
 from torch import nn
 
 from deepspeed.config import DeepSpeedConfig
+from deepspeed.engine.experts import place_experts
 from deepspeed.engine.pipeline_data import pair_of
 from deepspeed.errors import ArgumentError
 from deepspeed.pipe.forms import Form
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.planning.building import Build, each_stage
+from deepspeed.planning.cutting import current_mesh_kept
 from deepspeed.planning.planner import Planner
 from deepspeed.planning.ranks import Ranks
 from deepspeed.planning.sources import Subject
@@ -134,8 +136,9 @@ def _traced(
         assert isinstance(module, PipelineModule)  # as for the first rank
         copies = {id(p) for tie in module.tie_groups if not tie.is_owner for p in _params_of(tie.key, module)}
         stages.numel += sum(param.numel() for param in module.parameters() if id(param) not in copies)
-        _cut_layers(module, stages.config)
-        with exact_batch_norm(module):
+        with current_mesh_kept(), exact_batch_norm(module):
+            _cut_layers(module, stages.config)
+            place_experts(module, module.mesh)
             stages.pass_on(module, 0)
             yield module, stages.trace(module) if module.num_chunks == 1 else None
 

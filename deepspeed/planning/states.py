@@ -36,7 +36,7 @@ from deepspeed.pipe.module import PipelineModule
 from deepspeed.planning.gathered import most_gathered_numel
 from deepspeed.planning.passes import Busiest, PlannedBucket, PlannedUnit, busiest_moment
 from deepspeed.planning.ranks import Ranks
-from deepspeed.planning.terms import ModelStates, Term, Tier
+from deepspeed.planning.terms import ModelStates, Moved, Term, Tier
 from deepspeed.planning.tiers import Tiers
 from deepspeed.planning.timeline import Timeline
 from deepspeed.planning.update import scratch_nbytes
@@ -118,14 +118,14 @@ def model_states(
     optimizer = optimizers.of(config)
     groups, units = planned_groups(module, config, axes, policy, optimizer)
     most_stage = 1 if isinstance(module, PipelineModule) else 3
-    laid_out = _LaidOut(config, policy, Tiers.of(config, device_type), groups, optimizers, most_stage)
+    laid_out = _LaidOut(config, policy, Tiers.of(config, device_type), groups, optimizers, axes, most_stage)
     laid_out.count()
     busiest = laid_out.busiest(module, units, timeline)
     terms = [*laid_out.terms(module), *_pass_terms(busiest)]
     scratch = scratch_nbytes(config, policy, groups, optimizer, torch.device(device_type))
     terms.append(Term("scratch of the update", scratch, moment="update", lower="a smaller sub_group_size"))
     kept = tuple(term for term in terms if term.nbytes)
-    return ModelStates(kept, laid_out.weight_nbytes, laid_out.gradient_nbytes, busiest.stays_gathered)
+    return ModelStates(kept, tuple(laid_out.moved), busiest.stays_gathered)
 
 
 def _axes(ranks: Ranks, module: nn.Module, stage: int) -> ModelAxes:
@@ -159,11 +159,11 @@ class _LaidOut:
     places: Tiers
     groups: Sequence[PlannedGroup]
     optimizers: Optimizers
+    axes: ModelAxes
     most_stage: int
     """Of ZeRO, that the module can be trained at."""
 
-    weight_nbytes: int = 0
-    gradient_nbytes: int = 0
+    moved: list[Moved] = field(default_factory=list)
     nbytes: dict[tuple[str, Tier], int] = field(default_factory=dict)
     others: list[Term] = field(default_factory=list)
 
@@ -195,8 +195,9 @@ class _LaidOut:
 
     def _add_states(self, group: PlannedGroup, state_nbytes: Sequence[int], *, has_masters: bool) -> None:
         kind, numel, tier = group.kind, group.layout.shard_numel, self.places.state
-        self.weight_nbytes += group.layout.numel * kind.param_dtype.itemsize
-        self.gradient_nbytes += group.layout.numel * self._travels_in(kind).itemsize
+        whole = group.layout.numel
+        nbytes = whole * kind.param_dtype.itemsize, whole * self._travels_in(kind).itemsize
+        self.moved.append(Moved(*nbytes, self.axes.of_kind(kind).data.size))
         if has_masters:
             self._count("masters", tier, numel * kind.master_dtype.itemsize)
         self._count("optimizer state", tier, numel * sum(state_nbytes))

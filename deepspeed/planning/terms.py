@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-__all__ = ["TIERS", "ModelStates", "Moment", "RankPlan", "Term", "Tier"]
+__all__ = ["TIERS", "ModelStates", "Moment", "Moved", "RankPlan", "Term", "Tier"]
 
 Tier = Literal["device", "host", "nvme"]
 Moment = Literal["always", "pass", "update"]
@@ -35,15 +35,24 @@ class Term:
     """The setting that would lower it; empty: none would."""
 
 
+class Moved(NamedTuple):
+    """What travels among the ranks that hold the same weights: others for experts than for what every rank holds."""
+
+    weight_nbytes: int
+    """Of trained weights, whole, in the format in which they are gathered."""
+
+    gradient_nbytes: int
+    """Of their gradients, whole, in the format in which they travel."""
+
+    ranks: int
+
+
 @dataclass(frozen=True)
 class ModelStates:
     """Terms of the model's states, and what traffic is counted from."""
 
     terms: tuple[Term, ...]
-    weight_nbytes: int
-    """Of all trained weights, whole."""
-    gradient_nbytes: int
-    """Of all gradients, whole, in the format in which they travel."""
+    moved: tuple[Moved, ...]
     stays_gathered: bool
     """At stage 3: what forward gathered is there in backward."""
 

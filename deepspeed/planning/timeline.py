@@ -53,6 +53,9 @@ class Stretch(NamedTuple):
     net_nbytes: int
     """What it leaves behind."""
 
+    sent_nbytes: int = 0
+    """What its collectives send."""
+
 
 @dataclass
 class Recorded:
@@ -61,6 +64,10 @@ class Recorded:
     mark: Mark
     changes: list[tuple[int, int]] = field(default_factory=list)
     """Bytes that came (or, below 0, went), and the number of the stretch in which they came."""
+
+    sent_nbytes: int = 0
+    summed_nbytes: int = 0
+    """Of the largest tensor that is added up over ranks."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,8 @@ class Timeline:
     """
 
     stretches: tuple[Stretch, ...]
+    summed_nbytes: int = 0
+    """Of the largest tensor that is added up over ranks within it."""
 
     @cached_property
     def peak_nbytes(self) -> int:
@@ -92,13 +101,19 @@ class Timeline:
         return living
 
     @cached_property
+    def sent_nbytes(self) -> int:
+        """What collectives within it send."""
+        return sum(stretch.sent_nbytes for stretch in self.stretches)
+
+    @cached_property
     def of_gradients(self) -> Timeline:
         """The same with no marks but those of gradients, which is all that matters where nothing is gathered."""
         joined: list[Stretch] = []
         for stretch in self.stretches:
             if joined and stretch.mark.kind not in ("gradient", "over"):
-                mark, peak, net = joined[-1]
-                joined[-1] = Stretch(mark, max(peak, net + stretch.peak_nbytes), net + stretch.net_nbytes)
+                mark, peak, net, sent = joined[-1]
+                peak = max(peak, net + stretch.peak_nbytes)
+                joined[-1] = Stretch(mark, peak, net + stretch.net_nbytes, sent + stretch.sent_nbytes)
             else:
                 joined.append(stretch)
         return Timeline(tuple(joined))
@@ -106,7 +121,10 @@ class Timeline:
 
 def timeline_of(recorded: Sequence[Recorded]) -> Timeline:
     """As it was traced."""
-    return Timeline(tuple(_summed(each.mark, (nbytes for nbytes, _ in each.changes)) for each in recorded))
+    return Timeline(
+        tuple(_summed(each.mark, (nbytes for nbytes, _ in each.changes), each.sent_nbytes) for each in recorded),
+        max(each.summed_nbytes for each in recorded),
+    )
 
 
 def repeated(recorded: Sequence[Recorded], name: str, count: int) -> Timeline | None:
@@ -133,10 +151,11 @@ def repeated(recorded: Sequence[Recorded], name: str, count: int) -> Timeline | 
             is_forward = at == zones.forward.stop
             numbers = range(1, count - 1) if is_forward else range(count - 2, 0, -1)
             middle = recorded[zones.forward.start : zones.forward.stop] if is_forward else zones.of_backward(recorded)
-            parts = [_summed(part.mark, (nbytes for nbytes, _ in part.changes)) for part in middle]
+            parts = [_summed(part.mark, (nbytes for nbytes, _ in part.changes), part.sent_nbytes) for part in middle]
             stretches += [_renamed(part, f"{name}.1", f"{name}.{number}") for number in numbers for part in parts]
-        stretches.append(_summed(_renamed_mark(each.mark, f"{name}.2", f"{name}.{count - 1}"), changes))
-    return Timeline(tuple(stretches))
+        mark = _renamed_mark(each.mark, f"{name}.2", f"{name}.{count - 1}")
+        stretches.append(_summed(mark, changes, each.sent_nbytes))
+    return Timeline(tuple(stretches), max(each.summed_nbytes for each in recorded))
 
 
 class _Zones(NamedTuple):
@@ -210,9 +229,9 @@ def _renamed_mark(mark: Mark, old: str, new: str) -> Mark:
     return Mark(mark.kind, new + mark.name[len(old) :]) if is_below else mark
 
 
-def _summed(mark: Mark, changes: Iterator[int]) -> Stretch:
+def _summed(mark: Mark, changes: Iterator[int], sent_nbytes: int) -> Stretch:
     living = peak = 0
     for nbytes in changes:
         living += nbytes
         peak = max(peak, living)
-    return Stretch(mark, peak, living)
+    return Stretch(mark, peak, living, sent_nbytes)

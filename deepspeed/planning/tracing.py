@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from deepspeed.comm.volume import sent_by, summed_by
 from deepspeed.errors import ArgumentError
 from deepspeed.planning.timeline import BACKWARD, TRACED_BLOCKS, Mark, Recorded, Timeline, repeated, timeline_of
 from deepspeed.precision.policy import DtypePolicy
@@ -50,6 +51,9 @@ class _Living(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        now = self.recorded[-1]
+        now.sent_nbytes += sent_by(func, args)
+        now.summed_nbytes = max(now.summed_nbytes, summed_by(func, args))
         for each in tree_leaves(result):
             if isinstance(each, Tensor):
                 self._note(each.untyped_storage())

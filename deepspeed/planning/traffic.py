@@ -18,16 +18,10 @@ from deepspeed.planning.terms import ModelStates
 __all__ = ["sent_by", "sent_nbytes", "transfer_seconds"]
 
 
-def sent_by(states: ModelStates, config: DeepSpeedConfig, ranks: int) -> int:
+def sent_by(states: ModelStates, config: DeepSpeedConfig) -> int:
     """`sent_nbytes` of a setting."""
-    return sent_nbytes(
-        config.zero_optimization.stage,
-        states.weight_nbytes,
-        states.gradient_nbytes,
-        ranks,
-        config.gradient_accumulation_steps,
-        stays_gathered=states.stays_gathered,
-    )
+    stage, steps = config.zero_optimization.stage, config.gradient_accumulation_steps
+    return sum(sent_nbytes(stage, *each, steps, stays_gathered=states.stays_gathered) for each in states.moved)
 
 
 def sent_nbytes(

@@ -63,13 +63,15 @@ def apply_auto_tp(model: nn.Module, config: TensorParallelConfig, axis: AxisGrou
     )
 
 
-def cut_without_values(model: nn.Module, config: TensorParallelConfig, axis: AxisGroup) -> None:
+def cut_without_values(
+    model: nn.Module, config: TensorParallelConfig, axis: AxisGroup, *, leaves_experts: bool = False
+) -> None:
     """Cut a model on the meta device as `apply_auto_tp` would, for who looks at shapes alone. Nothing is sent.
 
     Raises:
         ArgumentError: as for `apply_auto_tp`.
     """
-    _Conversion(model, config, axis).run(plan_model(model, config, axis.size))
+    _Conversion(model, config, axis).run(plan_model(model, config, axis.size, leaves_experts=leaves_experts))
 
 
 def _refuse_unfit(model: nn.Module) -> None:

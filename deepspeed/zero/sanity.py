@@ -28,12 +28,15 @@ from deepspeed.errors import DeepSpeedError
 from deepspeed.topology.mesh import AxisGroup
 from deepspeed.zero.flat import FlatGroup
 
-__all__ = ["ValuesDifferError", "agree", "hash_bits", "held_alike"]
+__all__ = ["HASH_NBYTES", "ValuesDifferError", "agree", "hash_bits", "held_alike"]
 
 _WORD_NBYTES = 8
 _BLOCK_WORDS = 1 << 18
 _NEXT_BLOCK = 0x2545F4914F6CDD1D  # odd
 _SHOWN = 3
+
+HASH_NBYTES = _BLOCK_WORDS * _WORD_NBYTES
+"""What `hash_bits` keeps on a device from its first call on."""
 
 
 class ValuesDifferError(DeepSpeedError, RuntimeError):

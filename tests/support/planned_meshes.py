@@ -4,12 +4,16 @@
 
 As `tests.support.planned_runs`, which has the runs of ranks that all hold one model: planned for a CPU, run for two steps,
 and measured in a third. Of a pipeline each stage is compared. Callers: tests/ranks/test_planned_meshes.py.
+
+A plan takes routers for balanced. Those of `experts` are: each has room for half of an even share of the tokens, so that
+all are full. Those of `mixtral` are what random weights make of random tokens.
 """
 
 from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,15 +25,17 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from deepspeed.moe.layer import MoE
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from deepspeed.planning import plan
+from deepspeed.planning import RankPlan, plan
+from deepspeed.sequence.hugging_face import UlyssesSPAttentionHF
 from tests.support.engines import make_engine
 from tests.support.measured_memory import Measured, measure_step
 from tests.support.planned_runs import small_scratch
 from tests.support.ranks import run_ranks
 from tests.support.tensor_bytes import bytes_of_tensors
 
-__all__ = ["PIPELINES", "Compared", "OfPipeline", "compare"]
+__all__ = ["MODELS", "PIPELINES", "Compared", "OfModel", "OfPipeline", "compare"]
 
 _WIDTH, _VOCABULARY, _TOKENS = 192, 512, 64
 
@@ -145,28 +151,171 @@ def _run_pipeline(rank: int, world_size: int, setting: OfPipeline, folder: str) 
         return measure_step(before, step, Path(folder), world_size)
 
 
-def compare(setting: OfPipeline) -> list[Compared]:
-    """Plan a setting, and run it; one for each stage."""
+# -- models whose ranks share layers, experts or tokens ---------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    """Blocks of experts that ranks share out."""
+
+    def __init__(self, k: int = 1) -> None:
+        super().__init__()
+        self.table = nn.Embedding(_VOCABULARY, _WIDTH)
+        expert = nn.Sequential(nn.Linear(_WIDTH, 3 * _WIDTH), nn.GELU(), nn.Linear(3 * _WIDTH, _WIDTH))
+        options: dict[str, Any] = {"num_experts": 4, "ep_size": 2, "k": k, "capacity_factor": 0.5}
+        self.layers = nn.ModuleList(MoE(_WIDTH, expert, **options) for _ in range(4))
+        self.head = nn.Linear(_WIDTH, _VOCABULARY)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        hidden = self.table(tokens)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)[0]
+        return F.cross_entropy(self.head(hidden).flatten(0, 1).float(), targets.flatten())
+
+
+def _mixtral() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_local_experts": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    return MixtralForCausalLM(MixtralConfig(vocab_size=_VOCABULARY, **sizes, **heads, tie_word_embeddings=False))
+
+
+def _llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {"hidden_size": 160, "intermediate_size": 448, "num_hidden_layers": 6}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=_VOCABULARY, **sizes, **heads, tie_word_embeddings=False))
+
+
+_MODELS: dict[str, Callable[[], nn.Module]] = {
+    "experts": Experts,
+    "experts, k=2": partial(Experts, 2),
+    "mixtral": _mixtral,
+    "llama": _llama,
+}
+
+
+@dataclass(frozen=True)
+class OfModel:
+    """One configuration."""
+
+    model: str
+    zero: int = 0
+    precision: str = "fp32"
+    ranks: int = 2
+    rows: int = 4
+    sequence: int = 1
+    blocks: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """Short, for tables."""
+        parts = [self.model, f"ZeRO {self.zero}", self.precision, f"{self.ranks} ranks"]
+        parts += [f"{value}" for value in self.blocks.values()] + [f"{self.sequence} sequence ranks"] * (self.sequence > 1)
+        return ", ".join(parts)
+
+    @property
+    def sharing(self) -> int:
+        """Ranks that have the same samples."""
+        return self.sequence * int(self.blocks.get("tensor_parallel", {}).get("autotp_size", 1))
+
+    def config(self) -> dict[str, Any]:
+        """Of the engine."""
+        return {
+            "train_micro_batch_size_per_gpu": self.rows,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            "zero_optimization": {"stage": self.zero, "stage3_param_persistence_threshold": 100},
+            **({} if self.precision == "fp32" else {self.precision: {"enabled": True}}),
+            **({} if self.sequence == 1 else {"sequence_parallel_size": self.sequence}),
+            **self.blocks,
+        }
+
+    def build(self) -> nn.Module:
+        """The model, without DeepSpeed."""
+        torch.manual_seed(0)
+        return _MODELS[self.model]()
+
+    def batch(self, seed: int = 0, sequence_rank: int = 0) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        """Of one rank."""
+        length = 2 * _TOKENS
+        tokens = torch.randint(_VOCABULARY, (self.rows, length), generator=torch.Generator().manual_seed(seed))
+        if self.model.startswith("experts"):
+            return (tokens, tokens), {}
+        positions = torch.arange(length).expand(self.rows, -1)
+        part = slice(sequence_rank * length // self.sequence, (sequence_rank + 1) * length // self.sequence)
+        names = {"input_ids": tokens, "labels": tokens} | ({} if self.sequence == 1 else {"position_ids": positions})
+        return (), {name: value[:, part].contiguous() for name, value in names.items()}
+
+
+MODELS = (
+    OfModel("experts", 1, "bf16"),
+    OfModel("mixtral", 2, "bf16", blocks={"expert_parallel": {"enabled": True, "autoep_size": 2}}),
+    OfModel("llama", 0, blocks={"tensor_parallel": {"autotp_size": 2}}),
+    OfModel("llama", 1, "bf16", sequence=2),
+    OfModel("experts, k=2", 2, ranks=4),
+    OfModel("mixtral", 3, blocks={"expert_parallel": {"enabled": True, "autoep_size": 2}}),
+    OfModel("llama", 2, "bf16", ranks=4, blocks={"tensor_parallel": {"autotp_size": 2}}),
+    OfModel("llama", 3, "bf16", blocks={"tensor_parallel": {"autotp_size": 2}}),
+    OfModel("llama", 3, ranks=4, sequence=2),
+)
+
+
+def _run_model(rank: int, world_size: int, setting: OfModel, folder: str) -> Measured:
+    with small_scratch(is_apart=False):
+        before = bytes_of_tensors()
+        model = setting.build()
+        if setting.sequence > 1:
+            UlyssesSPAttentionHF.register_with_transformers(model, None, setting.sequence, setting.rows)
+        engine = make_engine(model, setting.config())
+
+        def step() -> None:
+            args, kwargs = setting.batch(rank // setting.sharing, rank % setting.sequence)
+            output = engine(*args, **kwargs)
+            loss = getattr(output, "loss", output)
+            del output
+            engine.backward(loss)
+            del loss
+            engine.step()
+
+        for _ in range(2):
+            step()
+        return measure_step(before, step, Path(folder), world_size)
+
+
+# -- comparisons ------------------------------------------------------------------------------------------------------
+
+
+def compare(setting: OfPipeline | OfModel) -> list[Compared]:
+    """Plan a setting, and run it; of a pipeline one for each stage, else one for the fullest rank."""
+    run = _run_pipeline if isinstance(setting, OfPipeline) else _run_model
     with tempfile.TemporaryDirectory() as folder:
-        measured = run_ranks(_run_pipeline, setting.ranks, setting, folder, timeout_seconds=120)
+        measured: list[Measured] = run_ranks(run, setting.ranks, setting, folder, timeout_seconds=120)
+    if isinstance(setting, OfModel):
+        with small_scratch(is_apart=False):
+            planned = plan(setting.build(), setting.config(), setting.ranks, batch=setting.batch(), device_type="cpu").asked
+        return [_compared("", planned, measured)]
     with small_scratch(is_apart=False):
         found = plan(setting.build, setting.config(), setting.ranks, batch=(setting.micro_batch(), {}), device_type="cpu")
     assert found.asked.terms in [stage.terms for stage in found.stages]
-    compared = []
-    for number, planned in enumerate(found.stages):
-        ranks = measured[number * setting.data : (number + 1) * setting.data]
-        at_rest, peak = Measured.device_at_rest(ranks), Measured.device_peak(ranks)
-        compared.append(
-            Compared(planned.label, (planned.nbytes("device", ["always"]), at_rest), (planned.peak_nbytes("device"), peak))
-        )
-    return compared
+    by_stage = [measured[first : first + setting.data] for first in range(0, setting.ranks, setting.data)]
+    return [_compared(stage.label, stage, ranks) for stage, ranks in zip(found.stages, by_stage, strict=True)]
+
+
+def _compared(label: str, planned: RankPlan, ranks: list[Measured]) -> Compared:
+    return Compared(
+        label,
+        (planned.nbytes("device", ["always"]), Measured.device_at_rest(ranks)),
+        (planned.peak_nbytes("device"), Measured.device_peak(ranks)),
+    )
 
 
 def main() -> None:
     """Print the table of those whose numbers were given, or of all."""
     table = Table("", "setting", "rank", *("at rest MB", "took", "", "peak MB", "took", ""))
-    for number in [int(each) for each in sys.argv[1:]] or range(len(PIPELINES)):
-        setting = PIPELINES[number]
+    settings: tuple[OfPipeline | OfModel, ...] = (*PIPELINES, *MODELS)
+    for number in [int(each) for each in sys.argv[1:]] or range(len(settings)):
+        setting = settings[number]
         for found in compare(setting):
             row = [str(number), setting.label, found.label]
             for planned, took in (found.states, found.peak):
