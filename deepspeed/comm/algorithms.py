@@ -18,6 +18,7 @@ The table rests on benchmarks/comm_algorithms.py; see docs/adr/0006-shared-memor
 from __future__ import annotations
 
 import logging
+import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -386,13 +387,14 @@ def record_as(operation: str) -> Record:
         is_logged = RECORDER.enabled and RECORDER.wants(operation, prof=False)
         if not is_logged and not METER.is_on:
             return None
+        name = f"{operation} | [Caller Func: {_outer_caller()}]" if RECORDER.debug else operation
         began = time.perf_counter()
 
         def finish() -> None:
             seconds = time.perf_counter() - began
             METER.add(operation, nbytes, seconds)
             if is_logged:
-                RECORDER.append(operation, operation, seconds * 1e3, nbytes, world_size)
+                RECORDER.append(operation, name, seconds * 1e3, nbytes, world_size)
 
         return finish
 
@@ -407,3 +409,11 @@ def _timeout_seconds(group: dist.ProcessGroup | None) -> float:
     limit = getattr(getattr(backend, "options", None), "_timeout", dist.default_pg_timeout)
     assert isinstance(limit, timedelta)  # both sources are
     return limit.total_seconds()
+
+
+def _outer_caller() -> str:
+    """Name of the function that calls into this room; what runs between it and here is none of a reader's."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).startswith("deepspeed.comm."):
+        frame = frame.f_back
+    return frame.f_code.co_name

@@ -194,14 +194,16 @@ def _translate(cls: type[ConfigModel], error: ErrorDetails, names: Mapping[str, 
     """Bring one pydantic error to the type "fault", with the user's spelling as its path."""
     head, *rest = error["loc"]
     spelled: _Location = (names.get(str(head), head),)
+    info = cls.model_fields.get(str(head))
     if error["type"] == "fault":
         needed, cure = error["ctx"]["needed"], error["ctx"]["cure"]
         location = (*spelled, *rest)
     else:
         needed, cure = _needed(error), error.get("ctx", {}).get("cure", "")
-        location = (*spelled, *(part for part in rest if isinstance(part, int)))
+        # where keys are the user's own they tell the place; other texts are names of a union's branches
+        has_keys = info is not None and get_origin(info.annotation) is dict
+        location = (*spelled, *(part for part in rest if has_keys or isinstance(part, int)))
     given = ABSENT if error["type"] == "missing" else error["input"]
-    info = cls.model_fields.get(str(head))
     return fault_line(location, given, needed, cure or _cure(error, info))
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple, NoReturn
 from pydantic import BaseModel
 from pydantic_core import PydanticCustomError
 
+from deepspeed.config.secrets import is_secret, without_secrets
 from deepspeed.errors import (
     BatchSizeError,
     ConfigError,
@@ -63,7 +64,9 @@ class Fault(NamedTuple):
         """One line of the report; one without a cure, as of the batch triangle, is a text that names its keys itself."""
         if not self.cure:
             return self.needed
-        return f"{self.path} = {_show(self.given)}: {self.needed}. {self.cure}"
+        is_hidden = is_secret(self.path) and self.given is not ABSENT  # a log holds the error
+        shown = "(hidden)" if is_hidden else _show(self.given)
+        return f"{self.path} = {shown}: {self.needed}. {self.cure}"
 
 
 class Refusal(NamedTuple):
@@ -125,7 +128,7 @@ def _show(value: object) -> str:
     if isinstance(value, (Mapping, BaseModel)):
         return "{...}" if value else "{}"
     try:
-        text = json.dumps(value, default=repr)
+        text = json.dumps(without_secrets(value), default=repr)
     except (TypeError, ValueError):  # keys that are no texts, or a container that holds itself
         text = repr(value)
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."

@@ -10,10 +10,16 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["without_secrets"]
+__all__ = ["is_secret", "without_secrets"]
 
-_SECRET_KEYS = frozenset({"api_key"})
+_ENDS_OF_SECRET = ("apikey", "token", "secret", "password")
+"""Ends of keys, "_" and "-" left out, capital letters or not: misspelt and foreign ones are among them."""
 _IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+
+
+def is_secret(key: object) -> bool:
+    """Whether what stands under this key may be seen by nobody: `api_key`, `apiKey`, `hub_token`."""
+    return str(key).lower().replace("_", "").replace("-", "").endswith(_ENDS_OF_SECRET)
 
 
 def without_secrets(value: Any) -> Any:
@@ -23,7 +29,7 @@ def without_secrets(value: Any) -> Any:
     """
     if isinstance(value, Mapping):
         return {
-            key: "(hidden)" if key in _SECRET_KEYS and inner is not None else without_secrets(inner)
+            key: "(hidden)" if is_secret(key) and inner is not None else without_secrets(inner)
             for key, inner in value.items()
         }
     if isinstance(value, str):

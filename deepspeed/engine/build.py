@@ -17,7 +17,7 @@ import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -43,7 +43,7 @@ from deepspeed.engine.measured_schedule import MeasuredSchedule
 from deepspeed.engine.partition import Partition, attach_gradient_stores, copy_from_first_rank, plan_partition
 from deepspeed.engine.parts import EngineParts
 from deepspeed.engine.pipeline import PipelineEngine
-from deepspeed.engine.profiled_step import ProfiledStep
+from deepspeed.engine.profiled_step import ProfiledStep, refuse_unwritable
 from deepspeed.engine.random_state import start_alike
 from deepspeed.engine.report import Cadence, StepReport
 from deepspeed.engine.request import EngineRequest
@@ -53,7 +53,7 @@ from deepspeed.engine.tensor_parts import TensorParts, refuse_for_parts
 from deepspeed.engine.terms import Terms
 from deepspeed.engine.tiers import optimizer_tier
 from deepspeed.engine.training import build_training
-from deepspeed.errors import ArgumentError, MonitorError, UnbuiltFeatureError
+from deepspeed.errors import ArgumentError, ConfigError, DeepSpeedError, MonitorError, UnbuiltFeatureError
 from deepspeed.monitor import MonitorMaster
 from deepspeed.offload.heap import give_back_freed
 from deepspeed.ops.host_products import fast_products, may_pay
@@ -71,6 +71,8 @@ from deepspeed.zero.shard import refuse_lost_writes, whole_shape
 from deepspeed.zero.small import WholeParameters, publish_small, withdraw_small
 
 logger = get_logger(__name__)
+
+_Started = TypeVar("_Started")
 
 
 def build_engine(request: EngineRequest) -> DeepSpeedEngine:
@@ -266,10 +268,14 @@ def _let_go(partition: Partition, coordinator: ParameterCoordinator | None, redu
 
 def _report(request: EngineRequest, terms: Terms, *, trains: bool) -> StepReport:
     """Of an engine without an optimizer (a reference model) there are no steps to log: it leaves the file to who trains."""
-    cadence = Cadence.of(request.config).of_first(request.mesh.world, terms.device)
+    world = request.mesh.world
+    cadence = Cadence.of(request.config).of_first(world, terms.device)
+    if cadence.profiled_step >= 0:
+        report_file = request.config.flops_profiler.output_file if request.mesh.rank == 0 else None
+        _by_first(lambda: refuse_unwritable(report_file), ConfigError, "the report of flops_profiler", world, terms.device)
     return StepReport(
         request.config,
-        _monitor(request.config, request.mesh.world, terms.device),
+        _monitor(request.config, world, terms.device),
         request.mesh.zero_group,
         batch_size=terms.batch.train,
         synchronize=get_accelerator().synchronize,
@@ -281,25 +287,31 @@ def _report(request: EngineRequest, terms: Terms, *, trains: bool) -> StepReport
 
 
 def _monitor(config: DeepSpeedConfig, world: AxisGroup, device: torch.device) -> MonitorMaster:
-    """Start the monitors. When the first rank's cannot start, all ranks raise. Collective over `world`: one broadcast."""
-    monitor: MonitorMaster | None = None
+    """Start the monitors, which the first rank has. Collective over `world`: one broadcast."""
+    return _by_first(lambda: MonitorMaster(config), MonitorError, "a monitor", world, device)
+
+
+def _by_first(
+    start: Callable[[], _Started], error: type[DeepSpeedError], what: str, world: AxisGroup, device: torch.device
+) -> _Started:
+    """What `start` gives; when it fails on the first rank, all raise. Collective over `world`: one broadcast."""
     own: Exception | None = None
+    started: list[_Started] = []
     try:
-        monitor = MonitorMaster(config)
-    except Exception as error:  # whatever a package raises: it is raised again below, when the others know
-        own = error
+        started.append(start())
+    except Exception as raised:  # whatever a package raises: it is raised again below, when the others know
+        own = raised
     if world.size > 1:
         has_failed = torch.tensor([float(own is not None)], device=device)
         comm.broadcast(has_failed, src=world.ranks[0], group=world.group)
         if has_failed.item() and world.rank > 0:
-            raise MonitorError(
-                f"rank {world.ranks[world.rank]}: a monitor could not start on rank {world.ranks[0]}, which has them all. "
+            raise error(
+                f"rank {world.ranks[world.rank]}: {what} could not start on rank {world.ranks[0]}, which does it for all. "
                 "Its own error says why, and what to do."
             )
     if own is not None:
         raise own
-    assert monitor is not None  # there was no error
-    return monitor
+    return started[0]
 
 
 def _loader(request: EngineRequest, report: StepReport) -> Any:

@@ -13,16 +13,22 @@ need all of them. Does not live here: counting and the report (`profiling.flops_
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
+from deepspeed.common.logging import get_logger
 from deepspeed.engine.replaced import ReplacedMethods
 from deepspeed.engine.report import BACKWARD, FORWARD, STEP
+from deepspeed.errors import ConfigError
 from deepspeed.profiling.flops_profiler import FlopsProfiler
+from deepspeed.profiling.flops_profiler.counter import load_what_counting_needs
 from deepspeed.profiling.flops_profiler.peaks import peak_flops_of
 from deepspeed.profiling.flops_profiler.summary import StepFacts
 from deepspeed.run_log import ProfileRow
@@ -31,7 +37,9 @@ from deepspeed.zero.shard import whole_shape
 if TYPE_CHECKING:
     from deepspeed.engine.engine import DeepSpeedEngine
 
-__all__ = ["ProfiledStep"]
+__all__ = ["ProfiledStep", "refuse_unwritable"]
+
+logger = get_logger(__name__)
 
 _TERA = 1e12
 _MS_PER_SECOND = 1000.0
@@ -62,9 +70,13 @@ class ProfiledStep:
         self._methods = ReplacedMethods()
         self._micro_batches = 0
         self._is_begun = False
+        self._missed = weakref.finalize(engine, _say_missed, step, engine.global_rank)
+        if engine.optimizer is None:
+            self._missed.detach()  # a reference model trains no step
 
     def start(self) -> None:
         """Wait for the step. [Note: methods replaced]"""
+        load_what_counting_needs()  # here, so that no timer of the step has it
         for owner, name in self._forwards:
             self._methods.replace(owner, name, self._counted_forward)
         if self._engine._parts.reducer is not None:
@@ -73,6 +85,7 @@ class ProfiledStep:
 
     def stop(self) -> None:
         """Take everything off."""
+        self._missed.detach()
         self._methods.restore()
         self.profiler.end_profile()
 
@@ -106,18 +119,29 @@ class ProfiledStep:
         if self._engine.global_steps > self._step:  # or a checkpoint of a later step was loaded
             facts = self._facts() if self._is_begun else None
             self.stop()
-            if facts is not None:
+            if facts is None:
+                _say_missed(self._step, self._engine.global_rank)
+            else:
                 self.profiler.step_facts = facts
                 self._write()
                 self._log(facts)
         method()
 
     def _write(self) -> None:
-        if self._engine.global_rank == 0:
-            block = self._engine._config.flops_profiler
-            self.profiler.print_model_profile(
-                self._step, block.module_depth, block.top_modules, block.detailed, block.output_file
+        if self._engine.global_rank > 0:
+            return
+        block = self._engine._config.flops_profiler
+        told = (self._step, block.module_depth, block.top_modules, block.detailed)
+        try:
+            self.profiler.print_model_profile(*told, block.output_file)
+        except OSError as error:  # a report is no reason to end a run
+            logger.warning(
+                "flops_profiler.output_file=%r cannot be written (%s), so the report is on standard output. Make room "
+                "there, or name another file, before the next run.",
+                block.output_file,
+                error,
             )
+            self.profiler.print_model_profile(*told)
 
     def _log(self, facts: StepFacts) -> None:
         log = self._engine._parts.report.log
@@ -179,3 +203,35 @@ class ProfiledStep:
             if is_first_with_experts if is_of_rank else is_first:
                 total += torch.Size(cuts.shape(name, whole_shape(param))).numel()
         return total
+
+
+def refuse_unwritable(output_file: str | None) -> None:
+    """Folders on the way to the report are made; found at the start, a fault costs no training.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    if output_file is None:
+        return
+    path = Path(output_file)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        cause = str(error)
+    else:
+        is_fit = not path.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)
+        cause = "" if is_fit else "it is a folder" if path.is_dir() else "no permission to write"
+    if cause:
+        raise ConfigError(
+            f"flops_profiler.output_file={output_file!r}: cannot be written ({cause}); needed a file in a folder that the "
+            "first rank can write to. Name another one, or leave it out for standard output."
+        )
+
+
+def _say_missed(step: int, rank: int) -> None:
+    if rank == 0:
+        logger.warning(
+            "flops_profiler.profile_step=%d: this engine never trained that step from its beginning to its end, so there is "
+            "no profile. Name a step that the run will do; the first one is 0.",
+            step,
+        )

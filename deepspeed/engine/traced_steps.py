@@ -10,6 +10,7 @@ room, `launcher.tracing`). `deepspeed.initialize` makes one for the first engine
 from __future__ import annotations
 
 import atexit
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile, supported_activities
 from deepspeed.common.logging import get_logger, log_dist
 from deepspeed.engine.named_ranges import named_ranges
 from deepspeed.engine.replaced import ReplacedMethods
+from deepspeed.errors import ArgumentError
 
 if TYPE_CHECKING:
     from deepspeed.engine.engine import DeepSpeedEngine
@@ -54,7 +56,12 @@ class TracedSteps:
         self._profiler: Any = None
 
     def start(self) -> None:
-        """Wait for the first step."""
+        """Wait for the first step.
+
+        Raises:
+            ArgumentError: this rank cannot write to the folder; found here, it costs no training.
+        """
+        _make(self._path.parent)
         self._methods.replace(self._engine, "_update", self._updated)
         atexit.register(self.stop)
         self._look()
@@ -69,8 +76,11 @@ class TracedSteps:
                 logger.warning("the script ended before step %d: nothing was traced.", self._first)
             return
         self._running.close()
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(self._path))
+        try:
+            _export(profiler, self._path)
+        except OSError as error:  # a trace is no reason to end a run
+            logger.warning("the trace %s cannot be written (%s): there is none of this rank.", self._path, error)
+            return
         done = self._engine.global_steps
         if done < self._last:
             logger.warning("%s", _ended_early(self._first, self._last, done))
@@ -97,6 +107,26 @@ class TracedSteps:
         self._methods.restore()  # on top of the names: the last step's must have ended when the profiler stops
         self._running.enter_context(named_ranges(self._engine))
         self._methods.replace(self._engine, "_update", self._updated)
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        cause = "" if os.access(folder, os.W_OK) else "no permission to write"
+    except OSError as error:
+        cause = str(error)
+    if cause:
+        raise ArgumentError(
+            f"--profile-folder {folder}: no trace can be written there ({cause}); needed a folder that each rank can write "
+            "to. Name another one."
+        )
+
+
+def _export(profiler: Any, path: Path) -> None:
+    """Raises OSError where there is no file afterwards: the profiler itself only says so on standard error."""
+    path.unlink(missing_ok=True)  # one of an earlier run would pass for ours
+    profiler.export_chrome_trace(str(path))
+    path.stat()
 
 
 def _ended_early(first: int, last: int, done: int) -> str:

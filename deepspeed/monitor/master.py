@@ -1,6 +1,8 @@
 """MonitorMaster: the writers that a config enables, on rank 0.
 
-Does not live here: the writers (`writers`), which events there are (`engine.report`). Built by `engine.build`.
+A writer that cannot start is an error. One that fails later is warned of and left out: a chart is no reason to end a run.
+
+Does not live here: the writers (a module each), which events there are (`engine.report`). Built by `engine.build`.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from contextlib import ExitStack
 from typing import Any, Protocol
 
 from deepspeed import comm
+from deepspeed.common.logging import get_logger
 from deepspeed.config.monitor import (
     AimConfig,
     CometConfig,
@@ -19,6 +22,7 @@ from deepspeed.config.monitor import (
     TensorBoardConfig,
     WandbConfig,
 )
+from deepspeed.errors import ArgumentError, DeepSpeedError, MonitorError
 from deepspeed.monitor.aim import AimMonitor
 from deepspeed.monitor.comet import CometMonitor
 from deepspeed.monitor.csv_files import CsvMonitor
@@ -27,6 +31,8 @@ from deepspeed.monitor.prometheus import PrometheusMonitor
 from deepspeed.monitor.tensorboard import TensorBoardMonitor
 from deepspeed.monitor.wandb import WandbMonitor
 from deepspeed.monitor.writer import Event, Writer
+
+logger = get_logger(__name__)
 
 _WRITERS: dict[str, Callable[[Any], Writer]] = {
     "tensorboard": TensorBoardMonitor,
@@ -80,7 +86,7 @@ class MonitorMaster:
 
     Raises:
         MissingPackageError: an enabled writer's package is not installed (rank 0).
-        MonitorError: an enabled writer cannot start (rank 0). Writers that had started are closed.
+        MonitorError: an enabled writer cannot start, whatever its package raised (rank 0). What had started is closed.
     """
 
     def __init__(self, monitor_config: MonitorConfig) -> None:
@@ -92,15 +98,40 @@ class MonitorMaster:
         if is_first:
             with ExitStack() as started:
                 for name in enabled:
-                    writer = _WRITERS[name](getattr(monitor_config, name))
+                    writer = _started(name, getattr(monitor_config, name))
                     started.callback(writer.close)
                     self.writers += (writer,)
                 started.pop_all()  # all have started: nothing is to be closed
 
     def write_events(self, event_list: Sequence[Event]) -> None:
-        """Write `(name, value, samples)` events to every writer of this rank."""
+        """Write `(name, value, samples)` events to every writer of this rank.
+
+        A writer that fails gets no more events: that is said with its error, and the others and training go on.
+
+        Raises:
+            ArgumentError: an event's value is no number (on a rank that writes; others do not look).
+        """
+        events = [_checked(event) for event in event_list] if self.writers else []
         for writer in self.writers:
-            writer.write_events(event_list)
+            try:
+                writer.write_events(events)
+            except Exception as error:  # whatever a package raises
+                self._give_up(writer, error)
+
+    def _give_up(self, writer: Writer, error: Exception) -> None:
+        self.writers = tuple(each for each in self.writers if each is not writer)
+        logger.warning(
+            "%s takes no more events (%s: %s): none are written there from here on, and training goes on. Look after what "
+            "it says, such as the room on the disk, before the next run.",
+            type(writer).__name__,
+            type(error).__name__,
+            error,
+            exc_info=error,
+        )
+        try:
+            writer.close()
+        except Exception as after:  # it is broken already
+            logger.debug("%s could not be closed either: %s", type(writer).__name__, after)
 
     def close(self) -> None:
         """Close every writer of this rank, each whatever becomes of the others. Events after that are written nowhere."""
@@ -108,3 +139,32 @@ class MonitorMaster:
         with ExitStack() as stack:
             for writer in writers:
                 stack.callback(writer.close)
+
+
+def _started(name: str, block: Any) -> Writer:
+    """The writer of the block `name`.
+
+    Raises:
+        DeepSpeedError: the writer's own, or a MonitorError around what its package raised.
+    """
+    try:
+        return _WRITERS[name](block)
+    except DeepSpeedError:
+        raise
+    except Exception as error:  # whatever a package raises
+        raise MonitorError(
+            f"the config enables {name!r}, which cannot start ({type(error).__name__}: {error}); needed what the guide's "
+            f"page on monitors says of it, such as a folder that can be written to, or an account. Correct the block "
+            f"{name!r}, or set {name}.enabled to false."
+        ) from error
+
+
+def _checked(event: Event) -> Event:
+    name, value, samples = event
+    try:
+        return name, float(value), samples
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(
+            f"write_events(): the value of {name!r} is {value!r}; needed one number, such as a float or a tensor of one "
+            "element. Convert it first."
+        ) from error

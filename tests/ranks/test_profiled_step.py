@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import sys
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from deepspeed.errors import DeepSpeedError
 from deepspeed.moe.layer import MoE
 from deepspeed.pipe import PipelineModule
 from deepspeed.profiling.flops_profiler import FlopsProfiler
 from tests.support.engines import config, make_engine, zero
+from tests.support.monitors import run_script
 from tests.support.ranks import run_ranks
 
 ROWS, WIDTH, LAYERS = 4, 8, 3
@@ -228,3 +233,74 @@ def _evaluates_between(rank: int, world_size: int) -> float:
 def test_an_evaluation_between_two_updates_is_no_time_of_the_step() -> None:
     (forward_seconds,) = run_ranks(_evaluates_between, 1)
     assert 0 < forward_seconds < 0.3  # the evaluation alone would take that
+
+
+def _modules_loaded_in_it(rank: int, world_size: int) -> list[str]:
+    model = nn.Sequential(*_layers())
+    engine = make_engine(
+        model, config(1, ROWS, **_block(output_file="/dev/null")), optimizer=SGD(model.parameters(), lr=0.1)
+    )
+    _steps(engine, 1)
+    before = set(sys.modules)
+    loss = engine(torch.ones(ROWS, WIDTH)).sum()
+    loaded = set(sys.modules) - before
+    engine.backward(loss)
+    engine.step()
+    assert engine.flops_profiler is not None
+    assert engine.flops_profiler.step_facts is not None
+    return sorted(loaded)
+
+
+def test_what_torch_loads_to_count_is_loaded_before_the_step() -> None:
+    assert run_ranks(_modules_loaded_in_it, 1) == [[]]  # seconds of imports, which were told as the model's
+
+
+def _unwritable(rank: int, world_size: int, folder: str) -> tuple[str, str]:
+    model = nn.Sequential(*_layers())
+    settings = config(1, ROWS, **_block(output_file=f"{folder}/file/report.txt"))
+    with pytest.raises(DeepSpeedError) as raised:
+        make_engine(model, settings, optimizer=SGD(model.parameters(), lr=0.1))
+    return type(raised.value).__name__, str(raised.value)
+
+
+def test_a_report_that_cannot_be_written_is_an_error_on_all_ranks_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (kind, text), (other_kind, told) = run_ranks(_unwritable, 2, str(tmp_path))
+    assert kind == other_kind == "ConfigError"
+    assert "flops_profiler.output_file=" in text
+    assert "leave it out for standard output" in text
+    assert "rank 1: the report of flops_profiler could not start on rank 0" in told
+
+
+def _report_lost(rank: int, world_size: int, folder: str) -> tuple[int, str]:
+    model = nn.Sequential(*_layers())
+    report = Path(folder, "reports", "one.txt")
+    engine = make_engine(
+        model, config(1, ROWS, **_block(output_file=str(report))), optimizer=SGD(model.parameters(), lr=0.1)
+    )
+    report.mkdir()  # in its way, after the start
+    with redirect_stdout(io.StringIO()) as printed:
+        _steps(engine, 3)
+    return engine.global_steps, printed.getvalue()
+
+
+def test_a_report_whose_file_fails_later_is_printed_and_training_goes_on(tmp_path: Path) -> None:
+    ((steps, printed),) = run_ranks(_report_lost, 1, str(tmp_path))
+    assert steps == 3
+    assert "FLOPs profile of step 1" in printed
+
+
+def test_a_step_that_is_never_trained_is_told(tmp_path: Path) -> None:
+    script = """
+    import torch
+    from tests.support.engines import config, make_engine
+
+    model = torch.nn.Linear(2, 1)
+    settings = config(flops_profiler={"enabled": True, "profile_step": 100})
+    engine = make_engine(model, settings, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    engine.backward(engine(torch.ones(4, 2)).mean())
+    engine.step()
+    """
+    done = run_script(script, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (done.stdout + done.stderr).count("flops_profiler.profile_step=100: this engine never trained that step") == 1

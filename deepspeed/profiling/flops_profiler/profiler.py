@@ -24,7 +24,7 @@ from torch import nn
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import ArgumentError, UsageError
-from deepspeed.profiling.flops_profiler.counter import Counter
+from deepspeed.profiling.flops_profiler.counter import Counter, load_what_counting_needs
 from deepspeed.profiling.flops_profiler.numbers import (
     duration_to_string,
     macs_to_string,
@@ -106,6 +106,7 @@ class FlopsProfiler:
         self.end_profile()
         self._ignored = tuple(ignore_list or ())
         self.overhead_seconds = (0.0, 0.0)
+        load_what_counting_needs()
         self._counter = Counter(self.model, self._ignored, get_accelerator().synchronize)
         self._counter.places.attach()
         for module in self._counter.places.modules:

@@ -24,7 +24,6 @@ from deepspeed.profiling.flops_profiler.summary import Row, StepFacts
 
 __all__ = ["aggregated", "full_report"]
 
-_WIDTH = 48
 _CONVENTIONS = """\
 1 MAC = 2 FLOPs; biases are free; causal masks take nothing off; elementwise operators and reductions cost 1 FLOP per
 element, softmax 5, norms 5 to 7 (docs/guide/flops-profiler.md). Modules that are called several times have the sum, shared
@@ -55,7 +54,9 @@ def full_report(profiler: Profile, step: int, module_depth: int, top_modules: in
     found = profiler.rows()
     facts = profiler.step_facts
     lines = [f"FLOPs profile of step {step}", "=" * 80]
-    lines += [f"{name + ':':<{_WIDTH}}{value}" for name, value in _sums(profiler, found[0], facts)]
+    sums = list(_sums(profiler, found[0], facts))
+    width = max(len(name) for name, _ in sums) + 2
+    lines += [f"{name + ':':<{width}}{value}".rstrip() for name, value in sums]
     if profiler.uncounted:
         lines += ["", "Operators without a formula, counted as 0 FLOPs (calls):"]
         lines += [f"  {name} ({calls})" for name, calls in sorted(profiler.uncounted.items())]

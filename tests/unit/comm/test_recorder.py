@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deepspeed.comm.algorithms import record_as
 from deepspeed.comm.recorder import (
     RECORDER,
     CommsLogger,
@@ -158,3 +159,12 @@ def test_a_verbose_log_tells_each_call(caplog: pytest.LogCaptureFixture) -> None
     assert caplog.records[0].getMessage() == (
         "comm op: all_reduce | time (ms): 2.00 | msg size: 1.00 MiB | algbw (Gbps): 4.19 | busbw (Gbps): 6.29"
     )
+
+
+def test_sums_that_no_collective_carries_tell_their_caller_too() -> None:
+    configure(enabled=True, debug=True)
+    done = record_as("reduce_scatter_tensor")(64, 2)
+    assert done is not None
+    done()
+    caller = "test_sums_that_no_collective_carries_tell_their_caller_too"
+    assert list(get_logged_comm_ops()) == [f"reduce_scatter_tensor | [Caller Func: {caller}]"]

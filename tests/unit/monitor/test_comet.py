@@ -39,3 +39,30 @@ def test_comet_offline_archives_the_points_that_were_due(tmp_path: Path) -> None
         assert points == [(10, scale), (30, 3 * scale), (50, 5 * scale)]
     assert experiment["project_name"] == "p"
     assert '"n"' in json.dumps(messages)
+
+
+def test_the_experiment_that_the_users_code_started_gets_the_points_and_goes_on(tmp_path: Path) -> None:
+    pytest.importorskip("comet_ml", reason="the extra 'comet' is not installed")
+    done = run_script(
+        """
+        import comet_ml
+        from deepspeed.config.monitor import CometConfig
+        from deepspeed.monitor import CometMonitor
+
+        mine = comet_ml.start(online=False)
+        monitor = CometMonitor(CometConfig(enabled=True, online=False))
+        monitor.write_events([("lr", 0.5, 8)])
+        monitor.close()
+        mine.log_metric("after", 1.0, step=9)
+        mine.end()
+        """,
+        tmp_path,
+        COMET_OFFLINE_DIRECTORY=str(tmp_path),
+    )
+    assert done.returncode == 0, done.stderr
+    (archive,) = tmp_path.glob("*.zip")
+    with zipfile.ZipFile(archive) as file:
+        messages = [json.loads(line) for line in file.read("messages.json").splitlines()]
+    metrics = [m["payload"]["metric"] for m in messages if m["type"] == "metric_msg"]
+    found = {m["metricName"]: (m["step"], m["metricValue"]) for m in metrics if m["metricName"] in ("lr", "after")}
+    assert found == {"lr": (8, 0.5), "after": (9, 1.0)}

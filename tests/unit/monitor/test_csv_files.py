@@ -44,6 +44,26 @@ def test_csv_goes_on_in_a_new_row_behind_what_a_killed_run_left(tmp_path: Path, 
     assert rows(tmp_path / "job" / "lr.csv") == want
 
 
+def test_of_the_rows_before_only_the_end_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lr.csv").write_text("step,lr\r\n8,0.5\r\n")
+    monkeypatch.delattr(Path, "read_bytes")
+    monitor = csvMonitor(CsvMonitorConfig(enabled=True, output_path=str(tmp_path), job_name=""))
+    monitor.write_events([("lr", 0.25, 16)])
+    monitor.close()
+    assert rows(tmp_path / "lr.csv") == [["step", "lr"], ["8", "0.5"], ["16", "0.25"]]
+
+
+def test_two_metrics_never_share_a_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    monitor = csvMonitor(CsvMonitorConfig(enabled=True, output_path=str(tmp_path), job_name=""))
+    for samples in (8, 16):
+        monitor.write_events([("my/loss", 1.0, samples), ("my loss", 2.0, samples)])
+    monitor.close()
+    assert rows(tmp_path / "my_loss.csv") == [["step", "loss"], ["8", "1.0"], ["16", "1.0"]]
+    (other,) = [path for path in tmp_path.iterdir() if path.name != "my_loss.csv"]
+    assert rows(other) == [["step", "my loss"], ["8", "2.0"], ["16", "2.0"]]
+    assert caplog.text.count(f"'my loss' goes to {other.name}") == 1
+
+
 def test_an_empty_output_path_is_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monitor = csvMonitor(CsvMonitorConfig(enabled=True))

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from deepspeed import comm
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.errors import MonitorError
+from deepspeed.errors import ArgumentError, MonitorError
 from deepspeed.monitor import MonitorMaster, TensorBoardMonitor, csvMonitor
 
 
@@ -52,9 +53,12 @@ class Closing:
 
     def __init__(self, name: str, closed: list[str], *, fails: bool = False) -> None:
         self.name, self.closed, self.fails = name, closed, fails
+        self.got: list[Any] = []
 
     def write_events(self, event_list: Any) -> None:
-        """No events come here."""
+        if self.fails:
+            raise OSError("no room is left")
+        self.got += event_list
 
     def close(self) -> None:
         self.closed.append(self.name)
@@ -68,6 +72,37 @@ def test_a_writer_that_cannot_close_keeps_no_other_open(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="b"):
         monitor.close()
     assert sorted(closed) == ["a", "b", "c"]
+
+
+def test_a_writer_that_fails_is_left_out_and_the_others_and_training_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monitor, closed = MonitorMaster(config(tmp_path)), list[str]()
+    first, broken, last = (Closing(name, closed, fails=name == "b") for name in ("a", "b", "c"))
+    monitor.writers = (first, broken, last)
+    for samples in (8, 16):
+        monitor.write_events([("lr", torch.tensor(0.5), samples)])
+    assert first.got == last.got == [("lr", 0.5, 8), ("lr", 0.5, 16)]
+    assert (monitor.writers, closed) == ((first, last), ["b"])
+    (record,) = [each for each in caplog.records if each.levelname == "WARNING"]
+    assert "Closing takes no more events (OSError: no room is left)" in record.getMessage()
+    assert record.exc_info is not None  # with its traceback
+
+
+def test_a_value_that_is_no_number_is_the_callers_error(tmp_path: Path) -> None:
+    monitor = MonitorMaster(config(tmp_path, csv_monitor="csv"))
+    with pytest.raises(ArgumentError, match=r"the value of 'loss' is 'much'; needed one number.* Convert it first"):
+        monitor.write_events([("loss", "much", 8)])  # type: ignore[list-item]
+    assert len(monitor.writers) == 1  # it is not the writer's fault
+    monitor.close()
+
+
+@pytest.mark.parametrize("block", ["csv_monitor", "tensorboard"])
+def test_a_folder_that_cannot_be_made_is_an_error_with_its_block_and_a_cure(tmp_path: Path, block: str) -> None:
+    (tmp_path / "file").touch()
+    blocks = {block: {"enabled": True, "output_path": str(tmp_path / "file")}}
+    with pytest.raises(MonitorError, match=rf"'{block}', which cannot start \(.*file.*needed.*set {block}.enabled to false"):
+        MonitorMaster(DeepSpeedConfig({"train_batch_size": 1, **blocks}))
 
 
 def test_a_writer_that_cannot_start_leaves_no_other_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,3 +60,29 @@ def test_wandb_offline_keeps_the_run_and_one_row_per_step(tmp_path: Path) -> Non
         {"_step": 8, "Train/Samples/lr": 0.5, "Train/Samples/train_loss": 2.5},
         {"_step": 16, "Train/Samples/lr": 0.25},
     ]
+
+
+def test_the_run_that_the_users_code_started_gets_the_events_and_goes_on(tmp_path: Path) -> None:
+    pytest.importorskip("wandb", reason="the extra 'wandb' is not installed")
+    done = run_script(
+        """
+        import wandb
+        from deepspeed.config.monitor import WandbConfig
+        from deepspeed.monitor import WandbMonitor
+
+        mine = wandb.init(project="mine")
+        monitor = WandbMonitor(WandbConfig(enabled=True))
+        monitor.write_events([("lr", 0.5, 8)])
+        monitor.close()
+        mine.log({"after": 1.0}, step=9)
+        mine.finish()
+        """,
+        tmp_path,
+        WANDB_MODE="offline",
+        WANDB_DIR=str(tmp_path),
+    )
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    history = [record.history for record in wandb_records(path) if record.WhichOneof("record_type") == "history"]
+    found = [{i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in row.item} for row in history]
+    assert [(row["_step"], row.get("lr"), row.get("after")) for row in found] == [(8, 0.5, None), (9, None, 1.0)]
