@@ -76,7 +76,13 @@ def test_experts_that_do_not_divide_the_ranks_are_refused() -> None:
 
 def _mixtral() -> Any:
     return pytest.importorskip("transformers").MixtralConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=64, num_local_experts=4
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        num_local_experts=4,
     )
 
 
