@@ -97,8 +97,8 @@ class WholeModelMembers:
         self._masters_from_parameters()
 
     def _masters_from_parameters(self) -> None:
-        for flat in self._parts.partition.trained:
-            flat.adopt_all()
+        if self._parts.optimizer is not None:
+            self._parts.optimizer.master.adopt_all()
 
     def _sharded_places(self) -> dict[str, tuple[FlatGroup, int]]:
         """Every name of a sharded parameter (tied ones have several) -> where it lives."""

@@ -29,12 +29,12 @@ Source: ZeRO-Infinity (arXiv:2104.07857), section 5.2.2 for the walk over sub-gr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from deepspeed.common.calls import Calls
@@ -159,7 +159,7 @@ class MasterWeights:
     def _show(self, batches: Sequence[Batch]) -> None:
         """Let the optimizer see exactly `batches`."""
         for index, group in enumerate(self.optimizer.param_groups):
-            group["params"] = [param for batch in batches for param in batch.shown[index]]
+            group["params"] = _Shown((p for batch in batches for p in batch.shown[index]), self.before_change)
 
     def unshow(self) -> None:
         """Let the optimizer see the model's parameters again: the walk is over for good."""
@@ -199,6 +199,12 @@ class MasterWeights:
         """The same for the parameter at `position` of `flat` alone; no other rank is asked."""
         if flat.is_edited(position):
             self._adopt(flat, [position])
+
+    def adopt_all(self) -> None:
+        """Take over whatever the model's values are now, whether or not an edit was noticed: `FlatGroup.adopt_all`."""
+        self.before_change()
+        for flat in self.flats:
+            flat.adopt_all()
 
     def _adopt(self, flat: FlatGroup, edited: Sequence[int]) -> None:
         self.before_change()
@@ -328,6 +334,31 @@ class MasterWeights:
         _deliver(batch)
         for s in batch.slices:
             s.flat.gradients.spend(s.start, s.stop)
+
+
+class _Shown(list[nn.Parameter]):
+    """The parameters of one of the optimizer's groups. Whoever takes one may write to it, through `.data` too: asks first.
+
+    Args:
+        params: of the group.
+        before_change: `MasterWeights.before_change`.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter], before_change: Callable[[], None]) -> None:
+        super().__init__(params)
+        self._before_change = before_change
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        self._before_change()
+        return super().__iter__()
+
+    def __getitem__(self, index: Any) -> Any:
+        self._before_change()
+        return super().__getitem__(index)
+
+    def __reduce__(self) -> tuple[type, tuple[list[nn.Parameter]]]:
+        """A copy is a list as any other."""
+        return list, ([*self],)
 
 
 def _deliver(batch: Batch) -> None:

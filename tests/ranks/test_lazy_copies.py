@@ -105,6 +105,39 @@ def _load_state(engine: DeepSpeedEngine, data: Any, rank: int) -> None:
     engine.optimizer.load_state_dict(found)
 
 
+def _write_masters(engine: DeepSpeedEngine, data: Any, rank: int) -> None:
+    assert engine.optimizer is not None
+    for group in engine.optimizer.param_groups:
+        for param in group["params"]:
+            param.data.fill_(0.25)  # no count of writes tells of it
+
+
+def _write_masters_of_the_torch_optimizer(engine: DeepSpeedEngine, data: Any, rank: int) -> None:
+    for group in engine.client_optimizer.param_groups:
+        for number in range(len(group["params"])):
+            group["params"][number].data.fill_(0.25)
+
+
+def _write_moments_of_a_state_dict(engine: DeepSpeedEngine, data: Any, rank: int) -> None:
+    assert engine.optimizer is not None
+    for state in engine.optimizer.state_dict()["optimizer"]["state"].values():
+        state["exp_avg"].data.zero_()
+
+
+def _load_module(engine: DeepSpeedEngine, data: Any, rank: int) -> None:
+    engine.load_module_state_dict(
+        {name: torch.full(_shape(param), 0.25, dtype=param.dtype) for name, param in engine.module.named_parameters()}
+    )
+
+
+def _load_module_by_hand(engine: DeepSpeedEngine, data: Any, rank: int) -> None:
+    def fill(src: object, dst: torch.nn.Module) -> None:
+        for param in dst.parameters():
+            param.data.fill_(0.25)
+
+    engine.load_module_state_dict({}, custom_load_fn=fill)
+
+
 def _shape(param: torch.nn.Parameter) -> tuple[int, ...]:
     return tuple(getattr(param, "ds_shape", param.shape))
 
@@ -130,9 +163,32 @@ def _update_after_a_save(rank: int, world_size: int, folder: str, stage: int, ki
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("change", [_set_master, _set_own_master, _set_moment, _edit_state, _load_state])
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(_set_master, _set_own_master, _set_moment, _edit_state, _load_state, _load_module, _load_module_by_hand),
+        *(_write_masters, _write_masters_of_the_torch_optimizer, _write_moments_of_a_state_dict),
+    ],
+)
 def test_calls_that_change_masters_or_moments_wait_for_the_copy(tmp_path: Path, stage: int, change: Any) -> None:
     run_ranks(_change_after_a_save, 2, str(tmp_path), stage, change)
+
+
+def _load_what_is_there(rank: int, world_size: int, folder: str) -> None:
+    engine = _engine(world_size, 3, "bf16", async_save=True)
+    train(engine, _batches(engine, world_size, torch.bfloat16)[:1], rank)
+    gate = threading.Event()
+    with _held_back(gate):
+        engine.save_checkpoint(folder, tag="t")
+        threading.Timer(OPEN_AFTER_SECONDS, gate.set).start()
+        engine.load_module_state_dict({}, strict=False)
+        engine.wait_for_checkpoint()
+    engine.destroy()
+
+
+def test_a_load_of_weights_that_changes_none_does_not_fail_the_save(tmp_path: Path) -> None:
+    run_ranks(_load_what_is_there, 2, str(tmp_path))
+    assert open_checkpoint(tmp_path).tag == "t"
 
 
 def test_taking_over_what_the_caller_wrote_into_weights_waits_for_the_copy(tmp_path: Path) -> None:

@@ -160,10 +160,11 @@ class Saver:
 
     def before_change(self) -> None:
         """Block until the state that only updates write has been copied: before it is changed or moved. Not collective."""
-        copying, self._copying = self._copying, None
+        copying = self._copying
         if copying is not None:
             began = time.monotonic()
             copying.wait_for_copy()
+            self._copying = None  # last: whoever is interrupted here, or asks in another thread, has to wait too
             self._blocked_seconds += time.monotonic() - began
 
     def wait(self) -> None:
@@ -190,7 +191,7 @@ class Saver:
         """
         if self._plan.waits_at_boundary:
             self.wait()
-        if self._plan.is_background and not self._is_memory_prepared:
+        if self._plan.is_background and not (self._is_memory_prepared or self.is_writing):  # what is written lies in it
             self._is_memory_prepared = True
             self._memory.prepare(pieces())
 

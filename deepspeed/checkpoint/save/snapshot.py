@@ -25,6 +25,7 @@ import dataclasses
 import math
 import mmap
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
@@ -81,6 +82,7 @@ class Snapshot:
             self._from_device = get_accelerator().Event()
             self._from_device.record()
         self._goes_on = threading.Event()
+        weakref.finalize(self, self._goes_on.set)  # of one that nobody took over, the thread must not wait for ever
         shared, private = [], []
         for to, of in moves:
             if isinstance(of.data, Tensor) and of.is_private and not _is_on_a_device(of):
@@ -98,9 +100,11 @@ class Snapshot:
         self._goes_on.set()
 
     def wait(self) -> None:
-        """Block until nothing of the state is read any more. What fails, `pieces` raises."""
+        """Block until nothing of the state is read any more, on a device the current stream. What fails, `pieces` raises."""
         self._goes_on.set()
         futures.wait([self._shared, self._private])
+        if self._from_device is not None:
+            self._from_device.wait()  # the state may be changed on another stream than the one that it is copied on
 
     def pieces(self) -> list[Piece]:
         """The pieces with data of their own; blocks until the copy is complete.
@@ -110,6 +114,7 @@ class Snapshot:
             FileIoError: a deferred one could not be read.
         """
         self._goes_on.set()
+        futures.wait([self._shared, self._private])  # both, whichever fails: the next snapshot writes to the same places
         self._shared.result()
         self._private.result()
         if self._from_device is not None:
@@ -176,6 +181,7 @@ class SnapshotMemory:
             )
             self._making.start()
 
+    @torch.inference_mode(False)  # threads write to the memory, and the caller's mode is not theirs
     def hold(self, pieces: Sequence[Piece]) -> Snapshot | None:
         """Begin to copy the pieces' data.
 

@@ -4,12 +4,14 @@ import logging
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from deepspeed.checkpoint import Piece, list_tags, open_checkpoint
 from deepspeed.checkpoint.disk.storage import HashedFile, Storage
+from deepspeed.checkpoint.save import snapshot as snapshots
 from deepspeed.checkpoint.save.background import SavePlan, Saver, statistics
 from deepspeed.checkpoint.save.engines import CheckpointEngine, MockStorage
 from deepspeed.checkpoint.save.tiers import tiers_of
@@ -130,6 +132,45 @@ def test_memory_is_made_ready_at_the_first_boundary(tmp_path: Path) -> None:
     assert saver._memory.nbytes == nbytes
     saver.close()
     assert saver._memory.nbytes == 0
+
+
+def test_memory_in_which_a_save_goes_on_is_not_made_anew(tmp_path: Path) -> None:
+    gated = Gated()
+    saver = _saver(storage=gated)
+    saver.save(tmp_path, "t", _content(1.0))
+    saver._memory._finish_making()
+    nbytes = saver._memory.nbytes
+    larger = [Piece.whole("module/w", torch.ones(2_000_000))]
+    saver.at_boundary(lambda: larger)
+    saver._memory._finish_making()
+    assert saver._memory.nbytes == nbytes
+    gated.gate.set()
+    saver.wait()
+    saver.at_boundary(lambda: larger)
+    saver._memory._finish_making()
+    assert saver._memory.nbytes > nbytes
+    saver.close()
+
+
+def test_whoever_was_interrupted_while_it_waited_for_the_copy_waits_again(tmp_path: Path) -> None:
+    gate, copied = threading.Event(), snapshots._copy_private
+
+    def late(*moves: Any) -> None:
+        assert gate.wait(30)
+        copied(*moves)
+
+    saver = _saver()
+    moment = torch.full((5,), 1.0)
+    pieces = [Piece("optimizer/w/exp_avg", (5,), 0, moment, is_private=True)]
+    with mock.patch.object(snapshots, "_copy_private", late):
+        started = saver.save(tmp_path, "t", Content(pieces, dict, dict, dict))
+        with mock.patch.object(started, "wait_for_copy", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            saver.before_change()
+        threading.Timer(0.2, gate.set).start()
+        saver.before_change()
+        moment.fill_(2.0)
+        saver.close()
+    assert open_checkpoint(tmp_path).read("optimizer/w/exp_avg").tolist() == [1.0] * 5
 
 
 def test_a_save_over_the_limit_is_made_in_the_foreground(tmp_path: Path) -> None:

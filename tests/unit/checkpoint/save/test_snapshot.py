@@ -1,12 +1,22 @@
 from __future__ import annotations
 
+import errno
+import gc
+import threading
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deepspeed.accelerator.cpu import NullEvent
 from deepspeed.checkpoint import Piece
+from deepspeed.checkpoint.save import snapshot as snapshots
 from deepspeed.checkpoint.save.snapshot import SnapshotMemory, needed_nbytes
+from deepspeed.common.deferred import DeferredTensor
+from deepspeed.errors import FileIoError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.uint8, torch.complex64)
 
@@ -112,3 +122,74 @@ def test_places_of_the_last_snapshot_serve_the_next_only_where_the_pieces_are_al
         for copy, piece in zip(held, pieces, strict=True):
             assert (copy.data.dtype, copy.data.shape) == (piece.data.dtype, piece.data.shape)
             assert torch.equal(copy.data, piece.data)
+
+
+def test_a_snapshot_taken_in_inference_mode_is_filled_by_threads_that_are_not_in_it() -> None:
+    turned = torch.arange(24.0).view(4, 6).t()  # goes by torch's copy
+    read_later = DeferredTensor(3, torch.float32, lambda: torch.ones(3))
+    memory = SnapshotMemory()
+    with torch.inference_mode():
+        first = memory.hold([Piece("turned", (6, 4), 0, turned), Piece("later", (3,), 0, read_later)])
+    assert first is not None
+    assert torch.equal(first.pieces()[0].data, turned)  # type: ignore[arg-type]
+    second = _held(memory, [Piece("turned", (6, 4), 0, turned * 2), Piece("later", (3,), 0, read_later)])
+    assert torch.equal(second[0].data, turned * 2)  # type: ignore[arg-type]
+
+
+def _private(value: float) -> Piece:
+    return Piece("master/w", (5,), 0, torch.full((5,), value), is_private=True)
+
+
+def test_a_read_that_fails_is_told_when_the_thread_writes_to_the_memory_no_more() -> None:
+    def refuse() -> torch.Tensor:
+        raise FileIoError(errno.EIO, "the disk is gone")
+
+    gate, copied = threading.Event(), snapshots._copy_private
+
+    def late(*moves: Any) -> None:
+        assert gate.wait(30)
+        copied(*moves)
+
+    memory = SnapshotMemory()
+    with mock.patch.object(snapshots, "_copy_private", late):
+        failing = memory.hold([_private(1.0), Piece("later", (3,), 0, DeferredTensor(3, torch.float32, refuse))])
+    assert failing is not None
+    opener = threading.Timer(0.2, gate.set)
+    opener.start()
+    with pytest.raises(FileIoError, match="the disk is gone"):
+        failing.pieces()
+    assert gate.is_set()
+    assert failing._private.done()
+    opener.join()
+
+
+def test_the_thread_of_a_snapshot_that_nobody_took_over_ends() -> None:
+    snapshot = SnapshotMemory().hold([_private(1.0)])
+    assert snapshot is not None
+    ends = snapshot._private
+    del snapshot
+    gc.collect()
+    ends.result(timeout=30)
+
+
+def test_what_changes_the_state_of_a_device_comes_after_the_copies_on_whatever_stream() -> None:
+    calls: list[str] = []
+
+    class Event(NullEvent):
+        def record(self, stream: Any = None) -> None:
+            calls.append("recorded")
+
+        def wait(self, stream: Any = None) -> None:
+            calls.append("the current stream waits")
+
+    accelerator = mock.Mock(Event=Event, register_host_memory=lambda tensor: False)
+    with (
+        mock.patch.object(snapshots, "_is_on_a_device", return_value=True),
+        mock.patch.object(snapshots, "get_accelerator", return_value=accelerator),
+    ):
+        snapshot = SnapshotMemory().hold([_private(1.0)])
+    assert snapshot is not None
+    snapshot.wait_shared()
+    assert calls == ["recorded"]
+    snapshot.wait()
+    assert calls == ["recorded", "the current stream waits"]
