@@ -18,6 +18,8 @@ with open("starts", "a") as file:
     file.write(f"{rank}/{size} restart {failures}\\n")
 mode, times = sys.argv[-2:]
 if mode == "fail" and int(failures) < int(times) and rank == "1":
+    while f"0/{size} restart {failures}\\n" not in open("starts").read():
+        time.sleep(0.01)  # else rank 0 may be ended before it has said that it runs
     print("about to fail", flush=True)
     sys.exit(7)
 time.sleep(0 if mode == "fail" and int(failures) >= int(times) else 600)

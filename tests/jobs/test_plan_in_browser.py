@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from deepspeed.planning.comparison import plan
 from deepspeed.planning.page import page
+from deepspeed.planning.planned import plan
 from tests.support.browser import WIDTHS, Visit, open_browser
 
 _CONFIG = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {}}}
