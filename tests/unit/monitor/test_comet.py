@@ -5,10 +5,26 @@ from __future__ import annotations
 import json
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.monitors import run_script
+
+
+def _archive(folder: Path) -> Path:
+    """The one experiment that was written offline."""
+    (archive,) = folder.glob("*.zip")
+    return archive
+
+
+def _messages(folder: Path) -> list[dict[str, Any]]:
+    with zipfile.ZipFile(_archive(folder)) as file:
+        return [json.loads(line) for line in file.read("messages.json").splitlines()]
+
+
+def _metrics(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [message["payload"]["metric"] for message in messages if message["type"] == "metric_msg"]
 
 
 def test_comet_offline_archives_the_points_that_were_due(tmp_path: Path) -> None:
@@ -29,11 +45,10 @@ def test_comet_offline_archives_the_points_that_were_due(tmp_path: Path) -> None
         COMET_OFFLINE_DIRECTORY=str(tmp_path),
     )
     assert done.returncode == 0, done.stderr
-    (archive,) = tmp_path.glob("*.zip")
-    with zipfile.ZipFile(archive) as file:
-        messages = [json.loads(line) for line in file.read("messages.json").splitlines()]
+    messages = _messages(tmp_path)
+    metrics = _metrics(messages)
+    with zipfile.ZipFile(_archive(tmp_path)) as file:
         experiment = json.loads(file.read("experiment.json"))
-    metrics = [m["payload"]["metric"] for m in messages if m["type"] == "metric_msg"]
     for name, scale in (("lr", 0.5), ("loss", 1.0)):
         points = [(m["step"], m["metricValue"]) for m in metrics if m["metricName"] == name]
         assert points == [(10, scale), (30, 3 * scale), (50, 5 * scale)]
@@ -60,9 +75,6 @@ def test_the_experiment_that_the_users_code_started_gets_the_points_and_goes_on(
         COMET_OFFLINE_DIRECTORY=str(tmp_path),
     )
     assert done.returncode == 0, done.stderr
-    (archive,) = tmp_path.glob("*.zip")
-    with zipfile.ZipFile(archive) as file:
-        messages = [json.loads(line) for line in file.read("messages.json").splitlines()]
-    metrics = [m["payload"]["metric"] for m in messages if m["type"] == "metric_msg"]
+    metrics = _metrics(_messages(tmp_path))
     found = {m["metricName"]: (m["step"], m["metricValue"]) for m in metrics if m["metricName"] in ("lr", "after")}
     assert found == {"lr": (8, 0.5), "after": (9, 1.0)}
